@@ -1,0 +1,52 @@
+"""dynadapt moves sharded training state between frameworks and layouts, exactly.
+
+The names below are loaded on first use: importing the package loads no framework.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dynadapt.api import describe, fingerprint, migrate, plan
+    from dynadapt.errors import DynadaptError, Finding, MigrationAborted, Refused
+    from dynadapt.protocols import TrainState
+
+__all__ = [
+    "DynadaptError",
+    "Finding",
+    "MigrationAborted",
+    "Refused",
+    "TrainState",
+    "__version__",
+    "describe",
+    "fingerprint",
+    "migrate",
+    "plan",
+]
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "DynadaptError": "dynadapt.errors",
+    "Finding": "dynadapt.errors",
+    "MigrationAborted": "dynadapt.errors",
+    "Refused": "dynadapt.errors",
+    "TrainState": "dynadapt.protocols",
+    "describe": "dynadapt.api",
+    "fingerprint": "dynadapt.api",
+    "migrate": "dynadapt.api",
+    "plan": "dynadapt.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

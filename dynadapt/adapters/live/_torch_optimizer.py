@@ -1,0 +1,246 @@
+"""The per-parameter state of a torch optimizer: read, made without a step, taken back, written.
+
+A state is a dict of tensors shaped after the parameter (slots), of one-element entries (scalars) and
+nothing else. States are made exactly as the optimizer's own first step would make them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from dynadapt.adapters._common import fresh_state, optimizer_slots
+from dynadapt.errors import Finding, Refused
+from dynadapt.protocols import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from dynadapt.vps.keys import KeySpec
+
+__all__ = ["Member", "SourceStates", "StateMaker", "read_state", "write_scalars"]
+
+Number = int | float
+
+#: Entries with one element that are a number to their optimizer, whatever the parameter's shape.
+_SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
+
+#: Optimizers whose step fails without state, because they make it when they are built.
+_EAGER = frozenset({"Adagrad"})
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """A parameter of an optimizer: its canonical name, itself, its group."""
+
+    name: str
+    parameter: torch.Tensor
+    group: dict[str, Any]
+    group_index: int
+
+
+def read_state(
+    optimizer: Any, member: Member
+) -> tuple[dict[str, torch.Tensor], dict[str, Number]]:
+    """The tensors and the scalars of one parameter's state; both empty where there is none."""
+    tensors: dict[str, torch.Tensor] = {}
+    scalars: dict[str, Number] = {}
+    for label, value in (optimizer.state.get(member.parameter) or {}).items():
+        if value is None:
+            continue
+        if isinstance(value, torch.Tensor) and not _is_scalar(label, value, member.parameter):
+            tensors[label] = value
+        elif isinstance(value, torch.Tensor):
+            scalars[label] = _number(label, _local(value).item())
+        elif isinstance(value, int | float):
+            scalars[label] = _number(label, value)
+        else:
+            raise Refused(
+                [
+                    Finding(
+                        "unsupported-state",
+                        f"{member.name}/{label}",
+                        f"the optimizer keeps a {type(value).__name__} there",
+                        "only tensors and numbers can be moved",
+                    )
+                ]
+            )
+    return tensors, scalars
+
+
+def _is_scalar(label: str, value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    if label in _SCALARS:
+        return True
+    return value.numel() == 1 and value.shape != parameter.shape
+
+
+def _number(label: str, value: Any) -> Number:
+    """Steps are counted in whole numbers, whatever type their optimizer keeps them in."""
+    if label == "step" and value == int(value):
+        return int(value)
+    return value if isinstance(value, int) else float(value)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+class SourceStates:
+    """What the source says of optimizer state, findable by every name of a tied parameter."""
+
+    def __init__(self, keys: Iterable[KeySpec]) -> None:
+        self.canonical: dict[str, str] = {}
+        self._slots: dict[str, dict[str, str]] = {}
+        for spec in keys:
+            for name in (spec.key.name, *spec.aliases):
+                self.canonical[name] = spec.key.name
+            if spec.kind == "state" and not spec.key.slot.startswith("extra:"):
+                self._slots.setdefault(spec.key.name, {})[spec.key.slot] = spec.presence
+
+    def __bool__(self) -> bool:
+        return bool(self._slots)
+
+    def held(self, name: str) -> dict[str, str]:
+        """Slot -> presence of the slots that are there, be they zero."""
+        slots = self._slots.get(self.canonical.get(name, name), {})
+        return {slot: presence for slot, presence in slots.items() if presence != "none"}
+
+
+@dataclass
+class StateMaker:
+    """Gives a target optimizer the states that the source has, and can take them back."""
+
+    optimizer: Any
+    made_bytes: int = 0
+    _before: dict[torch.Tensor, dict[str, Any] | None] = field(default_factory=dict)
+
+    def findings(self, members: Iterable[Member], source: SourceStates) -> list[Finding]:
+        """Why this optimizer cannot hold exactly the source's states; empty if it can."""
+        return [finding for member in members for finding in self._problems(member, source)]
+
+    def _problems(self, member: Member, source: SourceStates) -> list[Finding]:
+        held = source.held(member.name)
+        if not held:
+            return []
+        kind = type(self.optimizer).__name__
+        known = optimizer_slots(self.optimizer, member.group)
+        own = {*read_state(self.optimizer, member)[0], *(known or ())}
+        if known is None and not set(held) <= own:
+            cause = f"{kind} has no state for it yet, and how {kind} makes it is not known"
+            fix = "take one step with the target first (its effect is overwritten)"
+            return [Finding("unknown-optimizer", member.name, cause, fix)]
+        extra = [
+            Finding(
+                "extra-key",
+                f"{member.name}/{slot}",
+                f"the source holds it, and the target's {kind} would not",
+                "give the target the source's optimizer class and settings",
+            )
+            for slot in sorted(set(held) - own)
+        ]
+        missing = [
+            Finding(
+                "missing-key",
+                f"{member.name}/{slot}",
+                f"the target's {kind} needs it, and the source does not hold it",
+                "give the target the source's optimizer class and settings",
+            )
+            for slot in sorted(own - set(held))
+        ]
+        return extra + missing
+
+    def make(self, members: Iterable[Member], source: SourceStates) -> None:
+        """Make what is missing and drop what the source does not have; touches nothing else."""
+        for member in members:
+            held = source.held(member.name)
+            old: dict[str, Any] = self.optimizer.state.get(member.parameter) or {}
+            if held:
+                keep = {k: v for k, v in old.items() if held.get(k) != "zero"}
+                fresh = self._fresh(member, [slot for slot in held if slot not in keep])
+                if fresh.keys() - keep.keys():
+                    self._replace(member.parameter, {**fresh, **keep})
+            elif old and type(self.optimizer).__name__ in _EAGER:
+                slots = optimizer_slots(self.optimizer, member.group) or ()
+                self._replace(member.parameter, self._fresh(member, slots))
+            elif old:
+                self._replace(member.parameter, None)
+
+    def _fresh(self, member: Member, slots: Iterable[str]) -> dict[str, Any]:
+        """A state as after the optimizer's own initialisation, with these slots only."""
+        wanted = set(slots)
+        state = fresh_state(self.optimizer, member.group, member.parameter) or {}
+        known = optimizer_slots(self.optimizer, member.group) or ()
+        start = member.group.get("initial_accumulator_value", 0)
+        if start and "sum" in state:
+            _local(state["sum"]).fill_(start)
+        return {label: value for label, value in state.items() if label not in known or label in wanted}
+
+    def _replace(self, parameter: torch.Tensor, state: dict[str, Any] | None) -> None:
+        states = self.optimizer.state
+        old = states.get(parameter)
+        self._before.setdefault(parameter, None if old is None else dict(old))
+        if state is None:
+            del states[parameter]
+            return
+        known = {id(value) for value in (old or {}).values()}
+        self.made_bytes += sum(
+            _local(value).nbytes
+            for value in state.values()
+            if isinstance(value, torch.Tensor) and id(value) not in known
+        )
+        states[parameter] = state
+
+    def undo(self) -> None:
+        """Put every state back that `make` replaced or dropped, and drop what it made."""
+        for parameter, state in self._before.items():
+            if state is None:
+                self.optimizer.state.pop(parameter, None)
+            else:
+                self.optimizer.state[parameter] = state
+        self._before.clear()
+        self.made_bytes = 0
+
+
+def write_scalars(
+    optimizer: Any,
+    members: Iterable[Member],
+    source: SourceStates,
+    scalars: Mapping[str, Mapping[str, Number]],
+) -> tuple[Outcome, ...]:
+    """Give each state its source's scalars, in the kind that this optimizer keeps them in.
+
+    Raises `Refused` (`missing-key`) where a state needs one that the source does not have.
+    """
+    findings: list[Finding] = []
+    written: set[str] = set()
+    unused: set[str] = set()
+    for member in members:
+        given = scalars.get(source.canonical.get(member.name, member.name), {})
+        state: dict[str, Any] = optimizer.state.get(member.parameter) or {}
+        own = [k for k in state if k in read_state(optimizer, member)[1]]
+        unused |= given.keys() - own if state else set()
+        if not source.held(member.name):
+            continue
+        for label in own:
+            if label not in given:
+                cause = "the optimizer needs it, and the source does not hold it"
+                findings.append(Finding("missing-key", f"{member.name}/{label}", cause))
+                continue
+            state[label] = _as_kind(state[label], given[label])
+            written.add(label)
+    if findings:
+        raise Refused(findings)
+    exact = [Outcome(f"scalars/{label}", "exact") for label in sorted(written)]
+    note = "the target's optimizer keeps no such number"
+    return (*exact, *(Outcome(f"scalars/{x}", "dropped", note) for x in sorted(unused - written)))
+
+
+def _as_kind(old: Any, value: Number) -> Any:
+    if isinstance(old, torch.Tensor):
+        with torch.no_grad():
+            _local(old).fill_(value)
+        return old
+    return int(value) if isinstance(old, int) else float(value)

@@ -1,0 +1,220 @@
+"""Live DeepSpeed ZeRO engines (deepspeed 0.19). Stage 3; other stages are refused.
+
+How the five methods go about it:
+
+- `quiesce` refuses while gradients are accumulated, then frees what an eval forward left gathered.
+- `describe` reads this rank's piece of each flat tensor; padding is never described.
+- `prepare` makes the optimizer state that a fresh engine does not have, as zeros and step 0.
+- `finish` sets steps, renews the weights from the masters, gathers persistent parameters again.
+- `abandon` takes back made state and lets masters agree with the weights again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from dynadapt.adapters._common import (
+    BufferTable,
+    apply_groups,
+    apply_scheduler,
+    apply_user,
+    dtype_name,
+    groups_item,
+    is_local,
+    named_buffers,
+    scheduler_item,
+    user_items,
+)
+from dynadapt.adapters.live import _deepspeed_engine as aside
+from dynadapt.adapters.live._deepspeed_zero3 import Zero3
+from dynadapt.errors import Finding, Refused
+from dynadapt.protocols import AuxItem, Described, Outcome, TrainState
+from dynadapt.vps.box import Box
+from dynadapt.vps.keys import Key, KeySpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch
+
+__all__ = ["DeepSpeedZeroAdapter"]
+
+_STAGES: dict[int, type[Zero3]] = {Zero3.stage: Zero3}
+
+# What `prepare` made, by engine: the API may use one adapter object for `prepare` and another one
+# for `abandon`.
+_made: WeakKeyDictionary[Any, list[torch.Tensor]] = WeakKeyDictionary()
+
+
+class DeepSpeedZeroAdapter:
+    """Reads and writes the state behind a `DeepSpeedEngine` with ZeRO stage 3.
+
+    >>> DeepSpeedZeroAdapter.name
+    'deepspeed_zero'
+    """
+
+    name = "deepspeed_zero"
+
+    def quiesce(self, x: Any) -> None:
+        """Prove a step boundary, then drop gathered copies. No communication."""
+        state = TrainState.of(x)
+        view = _view(state.model)
+        findings = _mid_step(state.model, view)
+        if findings:
+            raise Refused(findings)
+        view.drop_copies()
+
+    def describe(self, x: Any) -> Described:
+        """This rank's piece of every parameter, and the model's buffers whole."""
+        state = TrainState.of(x)
+        engine = state.model
+        view = _view(engine)
+        findings = view.odd_state()
+        if findings:
+            raise Refused(findings)
+        table = BufferTable()
+        specs = [*view.describe(table), *_describe_buffers(engine, table)]
+        return Described(
+            specs=tuple(
+                replace(spec, local=True) if is_local(spec.key.name, state.local) else spec
+                for spec in specs
+            ),
+            rows=tuple(table.rows),
+            buffers=table.buffers,
+            scalars={
+                share.named.name: scalars
+                for share in view.shares
+                if share.sub_group >= 0 and (scalars := view.scalars(share.sub_group))
+            },
+            aux=_aux(state, view),
+            coordinate={"dp": _rank(view), **state.coordinate},
+            flat_step=True,
+        )
+
+    def prepare(self, x: Any, keys: tuple[KeySpec, ...]) -> Described:
+        """Make the optimizer state that the source has and this engine has not, then describe."""
+        engine = TrainState.of(x).model
+        view = _view(engine)
+        made, allocated, findings = view.make_state(keys)
+        if findings:
+            raise Refused(findings)
+        _made[engine] = [*_made.get(engine, []), *made]
+        return replace(self.describe(x), allocated=allocated)
+
+    def finish(
+        self,
+        x: Any,
+        keys: tuple[KeySpec, ...],
+        scalars: Mapping[str, Mapping[str, int | float]],
+        aux: Mapping[str, AuxItem],
+        agree: Callable[[], None],
+    ) -> tuple[Outcome, ...]:
+        """Set steps and hyperparameters, renew every copy of the weights. A collective."""
+        state = TrainState.of(x)
+        engine = state.model
+        view = _view(engine)
+        # First, since it may refuse.
+        outcomes = list(apply_groups(view.inner.param_groups, view.names(), aux.get("param_groups")))
+        view.set_scalars(scalars)
+        outcomes += apply_scheduler(_scheduler(state), aux.get("scheduler"))
+        outcomes += aside.apply_counters(engine, state.counters, aux.get("counters"))
+        outcomes += aside.apply_scaler(engine.optimizer, aux.get("scaler"))
+        outcomes += aside.apply_behaviour(engine, aux.get("behaviour"))
+        outcomes += apply_user(state.user, aux)
+        agree()  # rebuild gathers: no rank may be missing there
+        view.rebuild()
+        _made.pop(engine, None)
+        return tuple(outcomes)
+
+    def abandon(self, x: Any) -> None:
+        """Take back what `prepare` made. No communication.
+
+        Bytes that already arrived cannot be told from the target's own in optimizer state that was
+        there before, in frozen weights and in pure fp32 runs: there the target is as if half loaded.
+        """
+        engine = TrainState.of(x).model
+        view = _view(engine)
+        for flat in _made.pop(engine, []):
+            view.inner.state.pop(flat, None)
+        view.restore_masters()
+
+
+def _view(engine: Any) -> Zero3:
+    stage = int(engine.zero_optimization_stage())
+    kind = _STAGES.get(stage)
+    if kind is None:
+        supported = ", ".join(map(str, sorted(_STAGES)))
+        raise Refused(
+            [
+                Finding(
+                    "unsupported-stage",
+                    "zero_optimization.stage",
+                    f"ZeRO stage {stage} is not supported yet",
+                    f"use stage {supported}",
+                )
+            ]
+        )
+    findings = kind.unsupported(engine)
+    if findings:
+        raise Refused(findings)
+    return kind(engine)
+
+
+def _rank(view: Zero3) -> int:
+    from deepspeed import comm
+
+    return int(comm.get_rank(group=view.optimizer.dp_process_group))
+
+
+def _mid_step(engine: Any, view: Zero3) -> list[Finding]:
+    every = int(engine.gradient_accumulation_steps())
+    done = max(view.pending_backwards(), engine.micro_steps % every)
+    if not done:
+        return []
+    return [
+        Finding(
+            "mid-step",
+            f"rank {_rank(view)}",
+            f"micro-step {done} of {every}: gradients are accumulated that no step has used",
+            "migrate right after the engine.step() that updates the weights",
+        )
+    ]
+
+
+def _describe_buffers(engine: Any, table: BufferTable) -> list[KeySpec]:
+    """The model's buffers, which DeepSpeed keeps whole on every rank."""
+    specs = []
+    for named in named_buffers(engine.module):
+        shape = tuple(named.tensor.shape)
+        specs.append(
+            KeySpec(
+                Key(named.name, "buffer"),
+                shape,
+                dtype_name(named.tensor.dtype),
+                kind="buffer" if named.persistent else "transient",
+                trainable=False,
+                order=named.order,
+                aliases=named.aliases,
+            )
+        )
+        table.add(specs[-1].key, Box.whole(shape), named.tensor.detach())
+    return specs
+
+
+def _scheduler(state: TrainState) -> Any:
+    return state.scheduler if state.scheduler is not None else state.model.lr_scheduler
+
+
+def _aux(state: TrainState, view: Zero3) -> tuple[AuxItem, ...]:
+    engine = state.model
+    counters = {**aside.counters_of(engine), **state.counters}
+    items = (
+        groups_item(view.inner.param_groups, view.names()),
+        scheduler_item(_scheduler(state)),
+        aside.scaler_item(engine.optimizer),
+        aside.behaviour_item(engine),
+        *user_items(state.user, state.samples, counters),
+    )
+    return tuple(item for item in items if item is not None)

@@ -1,0 +1,187 @@
+"""The library's functions: describe, plan, migrate, fingerprint. All ranks of a job call each.
+
+`x` is a DeepSpeed engine, a module, or a `TrainState`. Without an explicit `session` the ranks of
+torch.distributed's default group take part, or this process alone if there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from dynadapt.elastic import migration
+from dynadapt.elastic.migration import DEFAULT_BUDGET, Settings
+from dynadapt.elastic.worlds import current_session
+from dynadapt.protocols import TrainState
+from dynadapt.elastic.plan_report import PlanReport
+from dynadapt.transport.control import Timeouts
+
+if TYPE_CHECKING:
+    from dynadapt.elastic.outcome import MigrationReport
+    from dynadapt.elastic.side import Side
+    from dynadapt.elastic.worlds import Session
+
+__all__ = ["describe", "fingerprint", "migrate", "plan"]
+
+
+def _state(x: Any) -> Any:
+    return x if x is None or isinstance(x, str) or hasattr(x, "__fspath__") else TrainState.of(x)
+
+
+def _settings(**given: Any) -> Settings:
+    timeout = given.pop("timeout", None)
+    allow = frozenset(given.pop("allow", ()))
+    budget = given.pop("budget", None)
+    timeouts = Timeouts() if timeout is None else Timeouts(min(30.0, timeout), timeout)
+    budget = DEFAULT_BUDGET if budget is None else budget
+    return Settings(allow=allow, budget=budget, timeouts=timeouts, **given)
+
+
+@dataclass(frozen=True)
+class State:
+    """A described state: its layout over all ranks, per-parameter scalars, and the rest by path."""
+
+    side: Side
+
+    @property
+    def layout(self) -> Any:
+        """The `RowLayout`: keys, and who holds which box of each."""
+        return self.side.layout
+
+    @property
+    def scalars(self) -> Any:
+        """Parameter name -> {"step": n}."""
+        return self.side.scalars
+
+    @property
+    def aux(self) -> dict[str, Any]:
+        """Hyperparameters, scheduler, counters and the rest, by path."""
+        return {path: item.value for path, item in self.side.aux.items()}
+
+    def __rich__(self) -> Any:
+        from rich.table import Table
+
+        table = Table(title=f"state on {len(self.layout.endpoints)} seats")
+        for column in ("key", "shape", "dtype", "kind", "presence", "holders"):
+            table.add_column(column)
+        for spec in self.layout.keys:
+            boxes = self.layout.holders(spec.key, _whole(spec.shape)) if spec.numel else ()
+            distinct = len({holder.box for holder in boxes})
+            held = f"{distinct} boxes on {len({h.endpoint for h in boxes})} seats"
+            kind = f"{spec.kind}, derived" if spec.derived else spec.kind
+            shape = "x".join(map(str, spec.shape)) or "scalar"
+            table.add_row(str(spec.key), shape, spec.dtype, kind, spec.presence, held)
+        return table
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        console = Console(width=120, force_terminal=False)
+        with console.capture() as captured:
+            console.print(self)
+        return captured.get()
+
+
+def _whole(shape: tuple[int, ...]) -> Any:
+    from dynadapt.vps.box import Box
+
+    return Box.whole(shape)
+
+
+def describe(x: Any, *, timeout: float | None = None, session: Session | None = None) -> State:
+    """Who holds what of a live state. All ranks call it; nothing moves, nothing is written.
+
+    Gathered parameter copies that an evaluation left behind are dropped. Raises `MigrationAborted`
+    (reason `mid-step`) in the middle of a step, `DynadaptError` (`no-adapter`) for an unknown object.
+
+    >>> import torch
+    >>> [str(spec.key) for spec in describe(torch.nn.Linear(2, 3)).layout.keys]
+    ['bias/param', 'weight/param']
+    """
+    settings = _settings(timeout=timeout)
+    side, _ = migration.side_of(session or current_session(), _state(x), settings)
+    return State(side)
+
+
+def plan(
+    a: Any,
+    b: Any,
+    *,
+    budget: int | None = None,
+    narrow: Literal["if-exact", "allow", "refuse"] = "if-exact",
+    on_drift: Literal["error", "first"] = "error",
+    allow: Collection[str] = (),
+    timeout: float | None = None,
+    session: Session | None = None,
+) -> PlanReport:
+    """What `migrate(a, b)` would move, per tensor and seat, and its price. Both are left as they are.
+
+    All ranks call it; the result is equal on all of them. Raises what `migrate` would raise.
+
+    >>> import torch
+    >>> a, b = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)
+    >>> plan(a, b).bytes_moved
+    0
+    """
+    settings = _settings(
+        budget=budget, narrow=narrow, on_drift=on_drift, allow=allow, timeout=timeout
+    )
+    matched, seats = migration.plan(session or current_session(), _state(a), _state(b), settings)
+    return PlanReport.of(matched, seats)
+
+
+def migrate(
+    source: Any,
+    target: Any,
+    *,
+    budget: int | None = None,
+    mode: Literal["keep", "park"] = "keep",
+    timeout: float | None = None,
+    on_drift: Literal["error", "first"] = "error",
+    allow: Collection[str] = (),
+    narrow: Literal["if-exact", "allow", "refuse"] = "if-exact",
+    on_phase: Callable[[str], None] | None = None,
+    session: Session | None = None,
+) -> MigrationReport:
+    """Move the whole training state of `source` into `target`, all or nothing. All ranks call it.
+
+    Call it at a step boundary, with both built: the target as its framework builds it, from the same
+    model and optimizer classes; its values are overwritten. Pass None for a side that a rank has no
+    part in. After it the target trains on; the source is untouched (with `mode="park"` it was moved to
+    host memory first, and after success its device memory stays free).
+
+    `budget`: staging bytes a seat may take (256 MiB). `timeout`: seconds a phase may take (300); a rank
+    that shows no life for 30 s, or `timeout` if less, counts as lost. `on_drift`: what to do where
+    replicas of a parameter differ. `allow`: any of `"extra"` (leave source state behind), `"missing"`
+    (keep the target's own), `"tie"`, `"step"`. `narrow`: whether floats may lose bits. `on_phase` is
+    called with each phase's name as it begins.
+
+    Raises `MigrationAborted`, the same on every rank, with the seat, the phase, the cause and all
+    findings; the source is then as it was and may train on.
+
+    >>> import torch
+    >>> a, b = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)
+    >>> report = migrate(a, b)
+    >>> torch.equal(a.weight, b.weight), report.fingerprint_source == report.fingerprint_target
+    (True, True)
+    """
+    settings = _settings(
+        budget=budget, mode=mode, narrow=narrow, on_drift=on_drift, allow=allow, timeout=timeout
+    )
+    here = session or current_session()
+    return migration.migrate(here, _state(source), _state(target), settings, on_phase)
+
+
+def fingerprint(x: Any, *, timeout: float | None = None, session: Session | None = None) -> str:
+    """One 128-bit number, in hex, of a whole training state, whatever its layout. All ranks call it.
+
+    Covers parameters (the authoritative copy), optimizer tensors and persistent buffers, each with its
+    name, dtype and shape; not step counts and hyperparameters.
+
+    >>> import torch
+    >>> len(fingerprint(torch.nn.Linear(2, 3)))
+    32
+    """
+    settings = _settings(timeout=timeout)
+    return migration.fingerprint_of(session or current_session(), _state(x), settings)

@@ -1,0 +1,1 @@
+"""Worlds of seats, and the one sequence of phases in which a state changes its layout."""

@@ -1,0 +1,123 @@
+"""How much memory there is, what a migration will need, and state parked in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dynadapt.errors import Finding
+from dynadapt.vps.keys import itemsize
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from dynadapt.protocols import Buffer, Described
+    from dynadapt.vps.keys import KeySpec
+
+__all__ = ["Parked", "available_bytes", "state_to_make", "too_little"]
+
+
+def available_bytes(device: str = "cpu") -> int | None:
+    """Bytes free on a device; for the host, what the kernel and a cgroup limit leave. None: unknown."""
+    if device.startswith("cuda"):
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0])
+    limits = []
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                limits.append(int(line.split()[1]) * 1024)
+        most = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        if most != "max":
+            used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+            limits.append(max(int(most) - used, 0))
+    except OSError:
+        pass
+    return min(limits) if limits else None
+
+
+def state_to_make(source: Sequence[KeySpec], target: Described) -> int:
+    """Bytes of optimizer state that `prepare` will have to make on this seat, from its own rows."""
+    present = {spec.key for spec in target.specs if spec.presence != "none"}
+    held: dict[str, int] = {}
+    dtypes = {spec.key.name: spec.dtype for spec in target.specs if spec.key.slot == "param"}
+    for row in target.rows:
+        if row.key.slot == "param":
+            held[row.key.name] = held.get(row.key.name, 0) + row.box.volume
+    needed = 0
+    for spec in source:
+        if spec.kind == "state" and spec.moves and spec.key not in present:
+            name = spec.key.name
+            needed += held.get(name, 0) * itemsize(dtypes.get(name, spec.dtype))
+    return needed
+
+
+def too_little(
+    what: str, needed: Mapping[int, int], free: Mapping[int, int | None], hosts: Mapping[int, str]
+) -> list[Finding]:
+    """A finding per host whose seats together need more than it has."""
+    findings = []
+    for host in sorted(set(hosts.values())):
+        seats = [seat for seat, name in hosts.items() if name == host and seat in needed]
+        known = [free[s] for s in seats if free.get(s) is not None]
+        total = sum(needed[s] for s in seats)
+        least = min((n for n in known if n is not None), default=None)
+        if least is not None and total > least:
+            findings.append(
+                Finding(
+                    "out-of-memory",
+                    f"host {host}",
+                    f"{what} needs {total:,} bytes on seats {seats}, {least:,} are free",
+                    "free memory, set a smaller budget, or park the source",
+                )
+            )
+    return findings
+
+
+class _HostCopy:
+    """A parked buffer, as the executor reads it."""
+
+    def __init__(self, dtype: str, host: torch.Tensor) -> None:
+        self.dtype, self._host = dtype, host
+
+    @property
+    def numel(self) -> int:
+        return self._host.numel()
+
+    def tensor(self) -> torch.Tensor:
+        return self._host
+
+    def free(self) -> None:
+        """Never freed by the executor."""
+
+    def refill(self) -> None:
+        """Never freed, so nothing to do."""
+
+
+class Parked:
+    """A source whose buffers were copied to host memory and freed on their device.
+
+    `buffers` reads from the copies; `restore` puts everything back where it was, bit for bit.
+    """
+
+    def __init__(self, buffers: Mapping[str, Buffer]) -> None:
+        self._origin = dict(buffers)
+        self.buffers: dict[str, Buffer] = {}
+        self.nbytes = 0
+        for name, buffer in self._origin.items():
+            host = buffer.tensor().to("cpu", copy=True)
+            self.nbytes += host.numel() * host.element_size()
+            self.buffers[name] = _HostCopy(buffer.dtype, host)
+            buffer.free()
+
+    def restore(self) -> None:
+        """Refill every buffer and copy its content back."""
+        for name, buffer in self._origin.items():
+            buffer.refill()
+            buffer.tensor().copy_(self.buffers[name].tensor())
+
+

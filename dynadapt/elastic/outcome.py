@@ -1,0 +1,115 @@
+"""What a migration did, for people and programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dynadapt.errors import Finding
+    from dynadapt.protocols import Outcome
+
+__all__ = ["MigrationReport", "human"]
+
+
+def human(nbytes: int) -> str:
+    """Bytes for people.
+
+    >>> human(1536), human(12)
+    ('1.5 KiB', '12 B')
+    """
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            return f"{int(value)} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    raise AssertionError("unreachable")
+
+
+@dataclass(frozen=True)
+class MigrationReport:
+    """The result of one migration, equal on every seat but for `seconds`.
+
+    Byte counts are sums over all seats: `bytes_moved` crossed between seats, `bytes_minimum` had to,
+    `bytes_rebuilt` were made in place (derived copies and zeros), `bytes_resident` were copied inside a
+    seat. `peak_extra_bytes` is the most that one seat held beyond both states as they were: staging,
+    plus state that `prepare` had to make. `seconds` are by phase, `pause_seconds` the whole.
+    """
+
+    bytes_moved: int
+    bytes_minimum: int
+    bytes_rebuilt: int
+    bytes_resident: int
+    peak_extra_bytes: int
+    staging_bytes: int
+    chunks: int
+    seconds: dict[str, float]
+    fingerprint_source: str
+    fingerprint_target: str
+    outcomes: tuple[Outcome, ...] = ()
+    warnings: tuple[Finding, ...] = ()
+    source: dict[str, Any] = field(default_factory=dict)
+    target: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def pause_seconds(self) -> float:
+        """How long training stood still on this seat."""
+        return sum(self.seconds.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain JSON values."""
+        return {
+            "bytes_moved": self.bytes_moved,
+            "bytes_minimum": self.bytes_minimum,
+            "bytes_rebuilt": self.bytes_rebuilt,
+            "bytes_resident": self.bytes_resident,
+            "peak_extra_bytes": self.peak_extra_bytes,
+            "staging_bytes": self.staging_bytes,
+            "chunks": self.chunks,
+            "seconds": {name: round(value, 6) for name, value in self.seconds.items()},
+            "pause_seconds": round(self.pause_seconds, 6),
+            "fingerprint_source": self.fingerprint_source,
+            "fingerprint_target": self.fingerprint_target,
+            "outcomes": [
+                {"path": o.path, "kind": o.kind, "note": o.note} for o in self.outcomes
+            ],
+            "warnings": [finding.to_json() for finding in self.warnings],
+            "source": self.source,
+            "target": self.target,
+        }
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+        from rich.table import Table
+
+        table = Table(title="migration", show_header=False)
+        for name, nbytes in (
+            ("moved", self.bytes_moved),
+            ("minimum", self.bytes_minimum),
+            ("rebuilt", self.bytes_rebuilt),
+            ("resident", self.bytes_resident),
+            ("peak extra a seat", self.peak_extra_bytes),
+        ):
+            table.add_row(name, human(nbytes))
+        phases = ", ".join(f"{name} {value:.3f}" for name, value in self.seconds.items())
+        table.add_row("seconds", f"{self.pause_seconds:.3f} ({phases})")
+        table.add_row("fingerprint source", self.fingerprint_source)
+        table.add_row("fingerprint target", self.fingerprint_target)
+        kinds: dict[str, list[str]] = {}
+        for outcome in self.outcomes:
+            note = f" ({outcome.note})" if outcome.note else ""
+            kinds.setdefault(outcome.kind, []).append(outcome.path + note)
+        for kind, paths in sorted(kinds.items()):
+            shown = "\n".join(paths[:12]) + (f"\n... {len(paths) - 12} more" if paths[12:] else "")
+            table.add_row(kind, shown)
+        for finding in self.warnings:
+            table.add_row("warning", str(finding))
+        return Group(table)
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        console = Console(width=110, force_terminal=False)
+        with console.capture() as captured:
+            console.print(self)
+        return captured.get()

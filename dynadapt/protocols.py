@@ -1,0 +1,217 @@
+"""What adapters, planner, executor and command line share: the ports and the values that cross them.
+
+Nothing here imports a framework. An adapter's `x` is a `TrainState` for a live job and a path for
+files; a bare DeepSpeed engine is wrapped by the API.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
+
+    from dynadapt.vps.keys import KeySpec
+    from dynadapt.vps.layout import Row
+
+__all__ = [
+    "Adapter",
+    "AuxItem",
+    "Buffer",
+    "Channel",
+    "Described",
+    "Outcome",
+    "Posted",
+    "TrainState",
+]
+
+AuxPolicy = Literal["replicated", "per-rank"]
+OutcomeKind = Literal["exact", "derived", "reseeded", "dropped"]
+
+
+@runtime_checkable
+class Buffer(Protocol):
+    """A stretch of storage that rows point into.
+
+    The owner of the bytes is the framework (or a file); the executor only asks for a 1-D view of it.
+    """
+
+    @property
+    def dtype(self) -> str:
+        """Element type, by torch's name without the prefix."""
+        ...
+
+    @property
+    def numel(self) -> int:
+        """Elements in the buffer."""
+        ...
+
+    def tensor(self) -> torch.Tensor:
+        """The 1-D tensor over the framework's own storage; writing to it writes the state."""
+        ...
+
+    def free(self) -> None:
+        """Give the bytes back; views stay valid objects, but may not be read until `refill`."""
+        ...
+
+    def refill(self) -> None:
+        """Make the storage whole again, with undefined content, if it was freed. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AuxItem:
+    """One piece of state that is not a tensor of the model: hyperparameters, scheduler, counters.
+
+    `value` is what `vps.wire.encode_value` can carry. `replicated` items must be equal on all ranks.
+    Paths in use: `param_groups`, `scheduler`, `counters`, `scaler`, `behaviour`, `data`, `user/<name>`.
+    """
+
+    path: str
+    value: Any
+    policy: AuxPolicy = "replicated"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one aux item or key in the target, for the report."""
+
+    path: str
+    kind: OutcomeKind
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Described:
+    """One endpoint's own part of a state: its rows, the buffers behind them, scalars and aux.
+
+    Holds strong references (`keep`) and stays readable after the engine, its groups and its globals
+    are gone. `scalars` maps parameter name -> {label: number}, e.g. `{"w": {"step": 5}}`.
+    `coordinate` is the rank's place in its own mesh by role (`dp`, `tp`, `pp`), `files` the paths
+    behind file endpoints: endpoint number -> path (then `rows_of` holds their rows).
+    """
+
+    specs: tuple[KeySpec, ...]
+    rows: tuple[Row, ...]
+    buffers: Mapping[str, Buffer]
+    scalars: Mapping[str, Mapping[str, int | float]] = field(default_factory=dict)
+    aux: tuple[AuxItem, ...] = ()
+    coordinate: Mapping[str, int] = field(default_factory=dict)
+    files: Mapping[int, tuple[Row, ...]] = field(default_factory=dict)
+    allocated: int = 0
+    flat_step: bool = False
+    keep: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class TrainState:
+    """A live training state, as a user names it.
+
+    `model` is a module, a wrapped module (DDP, FSDP2, DTensor parameters) or a DeepSpeed engine. The
+    rest is optional: `scheduler` an LR scheduler, `scaler` a GradScaler, `extra` label -> {parameter
+    name: tensor} (an EMA), `samples` the data position in samples, `user` name -> object with
+    `state_dict()` and `load_state_dict()`, `counters` name -> number, `local` name patterns
+    (fnmatch) of tensors that differ by rank on purpose, `batch_ranks` overrides which mesh axes
+    carry data.
+    """
+
+    model: Any
+    optimizer: Any = None
+    scheduler: Any = None
+    scaler: Any = None
+    extra: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    samples: int | None = None
+    user: Mapping[str, Any] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
+    local: tuple[str, ...] = ()
+    coordinate: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, x: Any) -> TrainState:
+        """`x` itself if it is a `TrainState`, else a state whose model is `x`."""
+        return x if isinstance(x, TrainState) else cls(model=x)
+
+
+@runtime_checkable
+class Adapter(Protocol):
+    """How one framework's state is read and written. Five methods, called in this order.
+
+    All ranks of x's world call each of them. `x` is a `TrainState` (live) or a path (files).
+    """
+
+    name: str
+
+    def quiesce(self, x: Any) -> None:
+        """Prove a step boundary and drop gathered copies; no communication.
+
+        Raises `Refused` (reason `mid-step`) naming the micro-step otherwise, before any change. One
+        rank may refuse alone, so a collective here would leave the others waiting in it.
+        """
+        ...
+
+    def describe(self, x: Any) -> Described:
+        """This rank's part of the state. No communication, no allocation, no change."""
+        ...
+
+    def prepare(self, x: Any, keys: tuple[KeySpec, ...]) -> Described:
+        """Target only: make absent state real, shaped after the source's `keys`; then describe it.
+
+        No communication, never by a fake step. Bytes made are in `allocated`. Raises `Refused`.
+        """
+        ...
+
+    def finish(
+        self,
+        x: Any,
+        keys: tuple[KeySpec, ...],
+        scalars: Mapping[str, Mapping[str, int | float]],
+        aux: Mapping[str, AuxItem],
+        agree: Callable[[], None],
+    ) -> tuple[Outcome, ...]:
+        """Target only, after the bytes landed: rebuild derived copies, links, steps, caches, aux.
+
+        May communicate on x's own groups, but only after one call of `agree()`, a vote that raises on
+        every rank if any rank failed before it: so do all local work that can fail first, and no
+        rank is left alone in a collective. Says what became of each aux item.
+        """
+        ...
+
+    def abandon(self, x: Any) -> None:
+        """Target only: undo `prepare`, leaving x as a target that was never touched or a fresh one."""
+        ...
+
+
+@runtime_checkable
+class Posted(Protocol):
+    """Transfers under way."""
+
+    def wait(self, timeout: float) -> None:
+        """Return when all have ended; raises `ChannelError` naming the peer, also on timeout."""
+        ...
+
+
+@runtime_checkable
+class Channel(Protocol):
+    """Moves bytes between seats. Between two seats, messages arrive in the order they were posted.
+
+    A channel has its own connections: its failure must not harm a training group.
+    """
+
+    def post(
+        self, receives: Sequence[tuple[int, torch.Tensor]], sends: Sequence[tuple[int, torch.Tensor]]
+    ) -> Posted:
+        """Start one batch of (peer seat, contiguous 1-D uint8 tensor); receives are posted first.
+
+        The tensors belong to the channel until `wait` returns. Never blocks on a peer.
+        """
+        ...
+
+    def close(self) -> None:
+        """Every seat of the channel is done with it; give connections back."""
+        ...
+
+    def abort(self) -> None:
+        """Break the channel, so that peers which wait on this seat fail at once."""
+        ...

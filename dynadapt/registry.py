@@ -1,0 +1,133 @@
+"""Which adapter reads an object: found by name, imported on first use, nothing loaded before.
+
+Resolution, in order: (1) a path goes to the first file adapter that claims it; (2) a live object goes
+to the first built-in whose test accepts it, the most specific first; (3) then to entry points of group
+`dynadapt.adapters`, sorted by name, then to what `register` was given. No two may have one name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from dynadapt.errors import DynadaptError
+from dynadapt.protocols import Adapter, TrainState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["GROUP", "Entry", "adapter_for", "entries", "register"]
+
+GROUP = "dynadapt.adapters"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One adapter that can be had: its name, where its class lives, what it needs."""
+
+    name: str
+    target: str
+    requires: tuple[str, ...]
+    accepts: Callable[[Any], bool] | None = None
+
+    def load(self) -> Adapter:
+        """Import and make the adapter; a missing framework is one sentence that says what to install."""
+        module, _, attribute = self.target.partition(":")
+        try:
+            made = getattr(importlib.import_module(module), attribute)()
+        except ImportError as error:
+            raise DynadaptError(
+                f"adapter {self.name!r} needs {', '.join(self.requires)}: {error}; "
+                f"install it with pip install 'dynadapt[{self.requires[-1]}]'",
+                reason="not-installed",
+            ) from error
+        return cast("Adapter", made)
+
+
+def _class_names(x: Any) -> set[str]:
+    return {f"{c.__module__}.{c.__qualname__}" for c in type(x).__mro__}
+
+
+def _is_deepspeed(x: Any) -> bool:
+    return isinstance(x, TrainState) and any(
+        name.startswith("deepspeed.runtime.") and name.endswith("Engine")
+        for name in _class_names(x.model)
+    )
+
+
+def _is_module(x: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, TrainState) and isinstance(x.model, torch.nn.Module)
+
+
+_BUILT_IN = (
+    Entry(
+        "deepspeed_zero",
+        "dynadapt.adapters.live.deepspeed_zero:DeepSpeedZeroAdapter",
+        ("torch", "deepspeed"),
+        _is_deepspeed,
+    ),
+    Entry(
+        "torch_module",
+        "dynadapt.adapters.live.torch_module:TorchModuleAdapter",
+        ("torch",),
+        _is_module,
+    ),
+)
+
+
+_registered: dict[str, Adapter] = {}
+
+
+def register(adapter: Adapter) -> None:
+    """Make an adapter known to this process, for code that is not installed as a package.
+
+    Its class has `accepts(x) -> bool` beside F4's methods. Raises `DynadaptError` (`adapter-clash`) if
+    the name is taken by a built-in or an entry point; registering a name again replaces it.
+    """
+    if any(entry.name == adapter.name for entry in entries()):
+        raise DynadaptError(f"adapter name {adapter.name!r} is taken", reason="adapter-clash")
+    _registered[adapter.name] = adapter
+
+
+def entries() -> tuple[Entry, ...]:
+    """All adapters, built-ins first; lists entry points without importing them."""
+    found = list(_BUILT_IN)
+    taken = {entry.name for entry in found}
+    for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda p: p.name):
+        if point.name in taken:
+            raise DynadaptError(
+                f"entry point {point.name!r} of {point.value} clashes with another adapter",
+                reason="adapter-clash",
+            )
+        taken.add(point.name)
+        found.append(Entry(point.name, point.value, (point.value.partition(":")[0],)))
+    return tuple(found)
+
+
+def adapter_for(x: Any) -> Adapter:
+    """The adapter that reads `x`; raises `DynadaptError` (`no-adapter`) naming what was tried.
+
+    A third party's adapter class has `accepts(x) -> bool`, a static method, beside F4's methods.
+    """
+    for entry in entries():
+        if entry.accepts is not None:
+            if entry.accepts(x):
+                return entry.load()
+            continue
+        adapter = entry.load()
+        accepts = getattr(adapter, "accepts", None)
+        if accepts is not None and accepts(x):
+            return adapter
+    for adapter in _registered.values():
+        if adapter.accepts(x):  # type: ignore[attr-defined]
+            return adapter
+    kind = type(x.model if isinstance(x, TrainState) else x)
+    raise DynadaptError(
+        f"no adapter reads a {kind.__module__}.{kind.__qualname__}; known: "
+        + ", ".join([*(entry.name for entry in entries()), *_registered]),
+        reason="no-adapter",
+    )

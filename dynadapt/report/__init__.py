@@ -1,0 +1,1 @@
+"""What a migration did, as tables and pictures."""

@@ -1,0 +1,1 @@
+"""The test kit for people who write adapters and channels."""

@@ -1,0 +1,38 @@
+"""Dtype names to torch and back, and torch tensors as numpy arrays of plain words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["as_words", "dtype_name", "torch_dtype"]
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A torch dtype's name without the prefix."""
+    return str(dtype).removeprefix("torch.")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a name."""
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def as_words(tensor: torch.Tensor) -> NDArray[Any]:
+    """A CPU tensor as an array of unsigned words of its element size (complex128: as it is).
+
+    >>> as_words(torch.ones(2, dtype=torch.bfloat16)).tolist()
+    [16256, 16256]
+    """
+    size = tensor.dtype.itemsize
+    if size in _WORDS:
+        return tensor.view(_WORDS[size]).numpy().view(f"u{size}")
+    return tensor.numpy()

@@ -1,0 +1,239 @@
+"""Control between the seats of one migration: votes, small gathers and sums, over one key-value store.
+
+The store (a `TCPStore` that outlives any rank that may leave, or a `HashStore` between threads) is
+the only thing used here, so a broken data channel or training group cannot keep seats from agreeing.
+A vote has one outcome for all: the last seat to vote, or the first seat to run out of patience, writes
+the decision by compare-and-set, and every seat adopts what stands there.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dynadapt.errors import ChannelError, DynadaptError, Finding, MigrationAborted, Refused
+from dynadapt.vps import wire
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from numpy.typing import NDArray
+
+__all__ = ["Control", "Timeouts"]
+
+_PIECE = 8 << 20
+"""Bytes of one value in the store; longer messages are cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Seconds: `vote`, how long a seat may show no sign of life; `phase`, how long a phase may take."""
+
+    vote: float = 30.0
+    phase: float = 300.0
+
+
+class PeerFailed(DynadaptError):
+    """Another seat has failed already; the vote will say which and why."""
+
+    def __init__(self) -> None:
+        super().__init__("another seat failed", reason="peer-failed")
+
+
+class Control:
+    """One seat's end of the control of one migration.
+
+    All seats make the same calls in the same order. `store` must be fresh for this migration (a
+    `PrefixStore` of its own).
+
+    >>> from torch.distributed import HashStore
+    >>> with Control(HashStore(), 0, (0,)).phase("describe"):
+    ...     pass
+    """
+
+    def __init__(
+        self, store: dist.Store, seat: int, seats: Sequence[int], timeouts: Timeouts | None = None
+    ) -> None:
+        self.seat = seat
+        self.seats = tuple(sorted(seats))
+        self.timeouts = timeouts or Timeouts()
+        self._store = store
+        self._voted = 0
+        self._mine: list[str] = []
+        self._phase = "start"
+        self._stop = threading.Event()
+        self._seen: dict[int, tuple[int, float]] = {}
+        self._beat = threading.Thread(target=self._heartbeat, daemon=True)
+        self._beat.start()
+
+    def _heartbeat(self) -> None:
+        interval = min(1.0, self.timeouts.vote / 5)
+        while not self._stop.wait(interval):
+            try:
+                self._store.add(f"beat/{self.seat}", 1)
+            except Exception:
+                return  # the store is gone; the main thread finds that out by itself
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Run a phase and vote on it: leaves normally on all seats or raises the same error on all."""
+        self._phase = name
+        error: Exception | None = None
+        try:
+            yield
+        except MigrationAborted:
+            raise
+        except Exception as caught:
+            error = caught
+        self.vote(name, error)
+
+    def vote(self, name: str, error: Exception | None = None) -> None:
+        """Say how this seat fared; returns if all fared well, else raises `MigrationAborted`."""
+        number = self._voted
+        self._voted += 1
+        place = f"vote/{number}"
+        try:
+            if error is not None:
+                self._store.set("failed", name)
+            ballot = json.dumps(_ballot(error))
+            self._store.set(f"{place}/{self.seat}", ballot)
+            if self._store.add(f"{place}/count", 1) == len(self.seats):
+                self._decide(place, name, ())
+            decision = self._await_decision(place, name)
+        except MigrationAborted:
+            raise
+        except Exception as lost:
+            raise MigrationAborted(
+                self.seat, name, f"the control store is lost: {lost}", reason="control-lost"
+            ) from lost
+        if decision:
+            raise _aborted(name, decision) from error
+
+    def _await_decision(self, place: str, name: str) -> Any:
+        deadline = time.monotonic() + self.timeouts.phase
+        for pause in _pauses():
+            if self._store.check([f"{place}/decision"]):
+                return json.loads(self._store.get(f"{place}/decision"))
+            late = [s for s in self.seats if not self._store.check([f"{place}/{s}"])]
+            over = time.monotonic() > deadline
+            silent = late if over else [s for s in late if self._is_silent(s)]
+            if silent:
+                self._decide(place, name, tuple(silent))
+            time.sleep(pause)
+        raise AssertionError("unreachable")
+
+    def _is_silent(self, seat: int) -> bool:
+        """Whether a seat's heartbeat has not moved for longer than the vote timeout."""
+        beat = self._store.add(f"beat/{seat}", 0)
+        now = time.monotonic()
+        known = self._seen.get(seat)
+        if known is None or known[0] != beat:
+            self._seen[seat] = (beat, now)
+            return False
+        return now - known[1] > self.timeouts.vote
+
+    def _decide(self, place: str, name: str, silent: tuple[int, ...]) -> None:
+        """Write the outcome unless another seat was first."""
+        failures = []
+        for seat in self.seats:
+            if self._store.check([f"{place}/{seat}"]):
+                ballot = json.loads(self._store.get(f"{place}/{seat}"))
+                if ballot:
+                    failures.append((seat, ballot))
+            elif seat in silent:
+                cause = f"no sign of it in phase {name!r}; its process may be dead or stuck"
+                failures.append(
+                    (seat, {"cause": cause, "reason": "seat-lost", "echo": False, "findings": []})
+                )
+        self._store.compare_set(f"{place}/decision", "", json.dumps(failures))
+
+    def gather(self, name: str, payload: bytes) -> dict[int, bytes]:
+        """Every seat's bytes of the same name, by seat. Raises `PeerFailed` if a seat has failed."""
+        pieces = [payload[at : at + _PIECE] for at in range(0, len(payload), _PIECE)] or [b""]
+        for i, piece in enumerate(pieces):
+            self._put(f"{name}/{self.seat}/{i}", piece)
+        self._put(f"{name}/{self.seat}/n", str(len(pieces)).encode())
+        found = {self.seat: payload}
+        for seat in self.seats:
+            if seat == self.seat:
+                continue
+            self._await(f"{name}/{seat}/n", seat)
+            count = int(self._store.get(f"{name}/{seat}/n"))
+            found[seat] = b"".join(self._store.get(f"{name}/{seat}/{i}") for i in range(count))
+        return dict(sorted(found.items()))
+
+    def gather_values(self, name: str, value: Any) -> dict[int, Any]:
+        """`gather` of one encodable value a seat."""
+        return {s: wire.decode(b) for s, b in self.gather(name, wire.encode(value)).items()}
+
+    def combine(self, name: str, array: NDArray[Any], how: Any) -> NDArray[Any]:
+        """Reduce equal-shaped arrays over the seats with a numpy ufunc (`np.add`, `np.maximum`)."""
+        parts = [np.asarray(a) for a in self.gather_values(name, array).values()]
+        result: NDArray[Any] = how.reduce(np.stack(parts), axis=0)
+        return result
+
+    def _put(self, key: str, value: bytes) -> None:
+        self._mine.append(key)
+        self._store.set(key, value)
+
+    def _await(self, key: str, seat: int) -> None:
+        deadline = time.monotonic() + self.timeouts.phase
+        for pause in _pauses():
+            if self._store.check([key]):
+                return
+            if self._store.check(["failed"]):
+                raise PeerFailed
+            if self._is_silent(seat) or time.monotonic() > deadline:
+                raise ChannelError(f"seat {seat} sent nothing for {key!r}", peer=seat)
+            time.sleep(pause)
+
+    def close(self) -> None:
+        """Stop the heartbeat and take this seat's messages out of the store. After the last vote."""
+        self._stop.set()
+        self._beat.join(timeout=1.0)
+        for key in self._mine:
+            try:
+                self._store.delete_key(key)
+            except Exception:
+                return  # some stores cannot delete, a lost one need not
+
+
+def _pauses() -> Iterator[float]:
+    pause = 0.0002
+    while True:
+        yield pause
+        pause = min(pause * 1.3, 0.02)
+
+
+def _ballot(error: Exception | None) -> Any:
+    if error is None:
+        return None
+    findings = error.findings if isinstance(error, Refused) else ()
+    reason = error.reason if isinstance(error, DynadaptError) else "failed"
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        reason = "out-of-memory"
+    named = isinstance(error, DynadaptError)
+    return {
+        "cause": str(error) if named else f"{type(error).__name__}: {error}",
+        "reason": reason,
+        "echo": isinstance(error, ChannelError | PeerFailed),
+        "findings": [[f.reason, f.where, f.cause, f.fix] for f in findings],
+    }
+
+
+def _aborted(phase: str, failures: list[tuple[int, dict[str, Any]]]) -> MigrationAborted:
+    """One error of all causes: the lowest seat with a cause of its own leads, lost seats before echoes."""
+    order = sorted(failures, key=lambda item: (item[1]["echo"], item[0]))
+    seat, first = order[0]
+    findings = [Finding(*f) for _, ballot in order for f in ballot["findings"]]
+    causes = list(dict.fromkeys(b["cause"] for _, b in order if not b["echo"]))
+    cause = "\n".join(causes) if causes else first["cause"]
+    return MigrationAborted(
+        seat, phase, cause, findings=findings, reason=None if findings else first["reason"]
+    )

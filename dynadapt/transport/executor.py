@@ -1,0 +1,313 @@
+"""Carries out one seat's plan: packs, posts, waits, unpacks, and counts what it did. Decides nothing.
+
+Pieces of 64 KiB and more are messages of their own, straight from and to the framework's storage where
+it is contiguous and of the wire's dtype; the rest of a pair's pieces share one packed message a chunk.
+The next chunk is posted before this one is waited for, from a second half of the staging memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from dynadapt.errors import Finding, Refused
+from dynadapt.transport._torch import dtype_name, torch_dtype
+from dynadapt.vps.keys import itemsize
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from dynadapt.protocols import Buffer, Channel, Posted
+    from dynadapt.transport.plan import Match, Move, SeatPlan
+    from dynadapt.transport.schedule import Chunk
+    from dynadapt.vps.box import Box
+    from dynadapt.vps.keys import Key
+    from dynadapt.vps.layout import Row
+
+__all__ = ["Moved", "Storage", "execute", "staging_bytes"]
+
+DIRECT = 64 << 10
+"""Bytes from which a piece is a message of its own. Both ends must use the same number."""
+
+_ALIGN = 16
+_CAST = 1 << 20
+"""Elements cast at a time where a cast has to be checked."""
+
+
+class Storage:
+    """Rows of one side on this seat, ready to be read or written box by box.
+
+    >>> from dynadapt.vps.keys import Key
+    >>> Storage((), {}).find(Key("w", "param"), None) is None
+    True
+    """
+
+    def __init__(self, rows: Iterable[Row], buffers: Mapping[str, Buffer]) -> None:
+        self._rows: dict[Key, list[Row]] = {}
+        for row in rows:
+            self._rows.setdefault(row.key, []).append(row)
+        self._buffers = buffers
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def find(self, key: Key, box: Box | None) -> Row | None:
+        """The row that holds all of `box`, or None."""
+        for row in self._rows.get(key, ()):
+            if box is None or row.box.contains(box):
+                return row
+        return None
+
+    def view(self, key: Key, box: Box) -> torch.Tensor:
+        """The elements of `box`, as a view of the framework's own storage, in the box's shape."""
+        row = self.find(key, box)
+        if row is None:
+            raise KeyError(f"{key} {box}: no row of this seat holds it")
+        return self.flat(row.buffer).as_strided(box.shape, row.strides, row.offset_of(box.lo))
+
+    def flat(self, buffer: str) -> torch.Tensor:
+        """The 1-D tensor of a buffer; asked for once."""
+        tensor = self._tensors.get(buffer)
+        if tensor is None:
+            tensor = self._tensors[buffer] = self._buffers[buffer].tensor().detach()
+        return tensor
+
+
+@dataclass
+class Moved:
+    """What one seat did, in bytes and seconds. `peak_staging` is the most it held at once."""
+
+    received: int = 0
+    sent: int = 0
+    copied: int = 0
+    filled: int = 0
+    direct: int = 0
+    chunks: int = 0
+    peak_staging: int = 0
+    seconds_waiting: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Part of a message: a move and where it lies in the staging memory (-1: straight in storage)."""
+
+    move: Move
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """One message: its peer, its pieces, its bytes, its place in the staging memory."""
+
+    peer: int
+    pieces: tuple[_Piece, ...]
+    at: int
+    nbytes: int
+
+
+def staging_bytes(chunk_list: Sequence[Chunk]) -> int:
+    """Upper bound of the staging memory that `execute` takes for these chunks."""
+    sizes = [
+        sum(-(-m.nbytes // _ALIGN) * _ALIGN for m in (*c.receives, *c.sends)) for c in chunk_list
+    ]
+    return 2 * max(sizes, default=0)
+
+
+def execute(
+    plan: SeatPlan,
+    chunk_list: Sequence[Chunk],
+    matched: Match,
+    source: Storage,
+    target: Storage,
+    channel: Channel | None,
+    *,
+    narrow: str = "if-exact",
+    timeout: float = 300.0,
+    device: str = "cpu",
+) -> Moved:
+    """Move everything of one seat's plan. Raises `ChannelError`, or `Refused` for an inexact cast.
+
+    All seats of the plan call it. The source's storage is only read; the target's is written. `device`
+    is where the channel wants its messages: "cpu" for gloo, this seat's CUDA device for NCCL.
+    """
+    run = _Run(matched, source, target, channel, narrow, time.monotonic() + timeout, device)
+    pending: list[tuple[int, list[_Packed], Posted]] = []
+    for number, chunk in enumerate(chunk_list):
+        if len(pending) == 2:
+            run.settle(*pending.pop(0))
+        pending.append(run.start(number % 2, chunk))
+        if number == 0:
+            run.local(plan)
+    if not chunk_list:
+        run.local(plan)
+    for item in pending:
+        run.settle(*item)
+    return run.moved
+
+
+class _Run:
+    def __init__(
+        self,
+        matched: Match,
+        source: Storage,
+        target: Storage,
+        channel: Channel | None,
+        narrow: str,
+        deadline: float,
+        device: str,
+    ) -> None:
+        self._matched, self._source, self._target = matched, source, target
+        self._channel, self._narrow, self._deadline = channel, narrow, deadline
+        self._device = torch.device(device)
+        self._stages = [self._empty(0), self._empty(0)]
+        self.moved = Moved()
+
+    def local(self, plan: SeatPlan) -> None:
+        """Zeros, resident copies, and what lies in files."""
+        for key, box in plan.fills:
+            self._target.view(key, box).zero_()
+            self.moved.filled += box.volume * itemsize(self._matched.by_target[key].target.dtype)
+        for move in plan.local:
+            self._copy(self._read(move), self._target.view(move.key, move.box), move)
+            self.moved.copied += move.nbytes
+
+    def start(self, half: int, chunk: Chunk) -> tuple[int, list[_Packed], Posted]:
+        """Pack and post one chunk, from one half of the staging memory."""
+        assert self._channel is not None
+        into, used = _messages(chunk.receives, lambda m: m.source, self._direct_target, 0)
+        out, used = _messages(chunk.sends, lambda m: m.target, self._direct_source, used)
+        if self._stages[half].numel() < used:
+            self._stages[half] = self._empty(0)  # given back before the bigger one is taken
+            self._stages[half] = self._empty(used)
+        receives = [(m.peer, self._bytes(half, m, self._target)) for m in into]
+        sends = []
+        for message in out:
+            for piece in message.pieces:
+                if piece.at >= 0:
+                    self._copy(self._read(piece.move), self._staged(half, piece), piece.move)
+            sends.append((message.peer, self._bytes(half, message, self._source)))
+        held = sum(stage.numel() for stage in self._stages)
+        self.moved.peak_staging = max(self.moved.peak_staging, held)
+        self.moved.chunks += 1
+        self.moved.sent += sum(m.nbytes for m in chunk.sends)
+        return half, into, self._channel.post(receives, sends)
+
+    def settle(self, half: int, into: list[_Packed], posted: Posted) -> None:
+        """Wait for one chunk and unpack it."""
+        began = time.monotonic()
+        posted.wait(self._deadline - began)
+        self.moved.seconds_waiting += time.monotonic() - began
+        for message in into:
+            for piece in message.pieces:
+                self.moved.received += piece.move.nbytes
+                if piece.at >= 0:
+                    staged = self._staged(half, piece)
+                    self._target.view(piece.move.key, piece.move.box).copy_(staged)
+                else:
+                    self.moved.direct += piece.move.nbytes
+
+    def _read(self, move: Move) -> torch.Tensor:
+        return self._source.view(self._matched.by_target[move.key].source.key, move.box)
+
+    def _direct_target(self, move: Move) -> bool:
+        return self._is_direct(self._target.view(move.key, move.box), move.wire)
+
+    def _direct_source(self, move: Move) -> bool:
+        return self._is_direct(self._read(move), move.wire)
+
+    def _is_direct(self, view: torch.Tensor, wire: str) -> bool:
+        fits = view.device == self._device and dtype_name(view.dtype) == wire
+        return fits and view.is_contiguous()
+
+    def _bytes(self, half: int, message: _Packed, side: Storage) -> torch.Tensor:
+        """The contiguous uint8 tensor that a message goes from or to."""
+        move = message.pieces[0].move
+        if message.at >= 0:
+            return self._stages[half][message.at : message.at + message.nbytes]
+        view = self._read(move) if side is self._source else side.view(move.key, move.box)
+        return view.reshape(-1).view(torch.uint8)
+
+    def _staged(self, half: int, piece: _Piece) -> torch.Tensor:
+        move = piece.move
+        stage = self._stages[half][piece.at : piece.at + move.nbytes]
+        return stage.view(torch_dtype(move.wire)).view(move.box.shape)
+
+    def _empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, move: Move) -> None:
+        """Copy with a cast where the dtypes differ; a narrowing one is checked if it has to be exact."""
+        if source.dtype == target.dtype or self._narrow == "allow":
+            target.copy_(source)
+            return
+        widens = target.dtype.itemsize > source.dtype.itemsize
+        target.copy_(source)
+        if widens:
+            return
+        for part, cast in zip(_slabs(source), _slabs(target), strict=True):
+            if not torch.equal(_bits(cast.to(part.dtype)), _bits(part.contiguous())):
+                raise Refused([_inexact(move, source.dtype, target.dtype)])
+
+
+def _inexact(move: Move, source: torch.dtype, target: torch.dtype) -> Finding:
+    return Finding(
+        "narrowing",
+        f"{move.key} {move.box}",
+        f"its {source} values are not exact in {target}",
+        "keep the dtype in the target, or let narrow be 'allow'",
+    )
+
+
+def _messages(
+    moves: Sequence[Move],
+    peer_of: Callable[[Move], int],
+    is_direct: Callable[[Move], bool],
+    at: int,
+) -> tuple[list[_Packed], int]:
+    """The messages of one direction of one chunk: per peer one packed one, then the big pieces.
+
+    Staging places are given out from `at` on; the first free one comes back.
+    """
+    by_peer: dict[int, list[Move]] = {}
+    for move in moves:
+        by_peer.setdefault(peer_of(move), []).append(move)
+    found: list[_Packed] = []
+    for peer, own in sorted(by_peer.items()):
+        start, pieces = at, []
+        for move in own:
+            if move.nbytes < DIRECT:
+                pieces.append(_Piece(move, at))
+                at += -(-move.nbytes // _ALIGN) * _ALIGN
+        if pieces:
+            found.append(_Packed(peer, tuple(pieces), start, at - start))
+        for move in own:
+            if move.nbytes < DIRECT:
+                continue
+            if is_direct(move):
+                found.append(_Packed(peer, (_Piece(move, -1),), -1, move.nbytes))
+            else:
+                found.append(_Packed(peer, (_Piece(move, at),), at, move.nbytes))
+                at += -(-move.nbytes // _ALIGN) * _ALIGN
+    return found, at
+
+
+def _slabs(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A tensor in parts of at most `_CAST` elements, cut along its first dims."""
+    if tensor.numel() <= _CAST or not tensor.ndim:
+        yield tensor
+        return
+    inner = tensor.numel() // tensor.shape[0]
+    if inner > _CAST:
+        for part in tensor.unbind(0):
+            yield from _slabs(part)
+        return
+    yield from tensor.split(max(_CAST // inner, 1), 0)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bits as integers, so that equal means equal, NaN and signed zero included."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(kinds[tensor.dtype.itemsize])

@@ -1,0 +1,187 @@
+"""Which source key serves which target key, and everything that does not fit."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+from dynadapt.errors import Finding
+from dynadapt.transport.plan import Match, Options, Pair
+from dynadapt.vps.keys import Key, KeySpec, itemsize
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+__all__ = ["match"]
+
+
+def match(source: Sequence[KeySpec], target: Sequence[KeySpec], options: Options) -> Match:
+    """Pair the keys of two layouts. Pure; the same on every seat. All findings together.
+
+    A tied tensor is found by any of its names. A source that keeps no such state (`none`, `zero`) fills
+    the target's with zeros. Nothing of the source may be left behind unless `allow` has `"extra"`.
+
+    >>> spec = KeySpec(Key("w", "param"), (2,), "float32")
+    >>> match([spec], [spec], Options()).findings
+    ()
+    """
+    found = _by_any_name(source)
+    used: set[Key] = set()
+    pairs: list[Pair] = []
+    findings: list[Finding] = []
+    notes: list[tuple[str, str]] = []
+    for spec in target:
+        if spec.derived:
+            continue
+        served = _serving(spec, found)
+        if served is None or served.derived:
+            findings += _missing(spec, source, options, notes)
+            continue
+        used.add(served.key)
+        findings += _differences(served, spec, options)
+        findings += _ties(served, spec, found, options, used)
+        if not spec.numel or spec.presence == "none":
+            if served.presence == "present" and spec.presence == "none":
+                findings.append(
+                    Finding(
+                        "absent-target",
+                        str(spec.key),
+                        "the source holds this state and the target has no place for it",
+                        "use the same optimizer class in the target",
+                    )
+                )
+            continue
+        fill = served.presence != "present"
+        if fill:
+            notes.append((str(spec.key), "never made in the source; zeros in the target"))
+        pairs.append(Pair(served, spec, fill))
+    findings += _extra(source, target, used, options)
+    return Match(tuple(pairs), tuple(dict.fromkeys(findings)), tuple(notes))
+
+
+def _by_any_name(specs: Iterable[KeySpec]) -> dict[Key, KeySpec]:
+    found: dict[Key, KeySpec] = {}
+    for spec in specs:
+        for name in (spec.key.name, *spec.aliases):
+            found[Key(name, spec.key.slot)] = spec
+    return found
+
+
+def _serving(spec: KeySpec, found: Mapping[Key, KeySpec]) -> KeySpec | None:
+    for name in (spec.key.name, *spec.aliases):
+        served = found.get(Key(name, spec.key.slot))
+        if served is not None:
+            return served
+    return None
+
+
+def _missing(
+    spec: KeySpec, source: Sequence[KeySpec], options: Options, notes: list[tuple[str, str]]
+) -> list[Finding]:
+    if spec.presence == "none":
+        return []
+    if spec.kind == "transient" or "missing" in options.allow:
+        notes.append((str(spec.key), "not in the source; the target keeps its own"))
+        return []
+    near = difflib.get_close_matches(str(spec.key), [str(s.key) for s in source], 3)
+    hint = f"; nearest: {', '.join(near)}" if near else ""
+    return [
+        Finding(
+            "missing-key",
+            str(spec.key),
+            f"the target needs it and the source does not hold it{hint}",
+            'use the same model on both sides, map names, or allow={"missing"} to keep the target\'s own',
+        )
+    ]
+
+
+def _extra(
+    source: Sequence[KeySpec], target: Sequence[KeySpec], used: set[Key], options: Options
+) -> list[Finding]:
+    if "extra" in options.allow:
+        return []
+    findings = []
+    for spec in source:
+        idle = spec.key in used or spec.derived or spec.kind == "transient" or not spec.numel
+        if idle or spec.presence != "present":
+            continue
+        near = difflib.get_close_matches(str(spec.key), [str(t.key) for t in target], 3)
+        hint = f"; nearest: {', '.join(near)}" if near else ""
+        findings.append(
+            Finding(
+                "extra-key",
+                str(spec.key),
+                f"the source holds it and the target has no place for it{hint}",
+                'use the same model and optimizer on both sides, or allow={"extra"} to leave it behind',
+            )
+        )
+    return findings
+
+
+def _family(dtype: str) -> str:
+    if dtype == "bool":
+        return "bool"
+    if dtype.startswith(("int", "uint")):
+        return "integer"
+    return "complex" if dtype.startswith("complex") else "float"
+
+
+def _differences(source: KeySpec, target: KeySpec, options: Options) -> list[Finding]:
+    findings = []
+    if source.shape != target.shape:
+        findings.append(
+            Finding(
+                "shape",
+                str(target.key),
+                f"shape {list(source.shape)} in the source and {list(target.shape)} in the target",
+                "use the same model on both sides",
+            )
+        )
+    if source.dtype == target.dtype or source.presence != "present":
+        return findings
+    narrows = itemsize(target.dtype) <= itemsize(source.dtype)
+    if _family(source.dtype) != _family(target.dtype) or _family(source.dtype) != "float":
+        findings.append(
+            Finding(
+                "dtype",
+                str(target.key),
+                f"{source.dtype} in the source and {target.dtype} in the target",
+                "only floating-point tensors may change their dtype",
+            )
+        )
+    elif narrows and options.narrow == "refuse":
+        findings.append(
+            Finding(
+                "narrowing",
+                str(target.key),
+                f"{source.dtype} in the source would become {target.dtype} in the target",
+                "keep the dtype in the target, or let narrow be 'if-exact' or 'allow'",
+            )
+        )
+    return findings
+
+
+def _ties(
+    source: KeySpec,
+    target: KeySpec,
+    found: Mapping[Key, KeySpec],
+    options: Options,
+    used: set[Key],
+) -> list[Finding]:
+    """A target that ties what the source keeps apart would lose one of two values."""
+    findings = []
+    for name in target.aliases:
+        other = found.get(Key(name, target.key.slot))
+        if other is None or other.key == source.key:
+            continue
+        used.add(other.key)
+        if "tie" not in options.allow:
+            findings.append(
+                Finding(
+                    "tie",
+                    str(target.key),
+                    f"the target ties it with {name}, the source keeps two tensors",
+                    f're-tie the source model, or allow={{"tie"}} to take {source.key.name}',
+                )
+            )
+    return findings
