@@ -6,18 +6,20 @@ torch.distributed's default group take part, or this process alone if there is n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from dynadapt.elastic import migration
-from dynadapt.elastic.migration import DEFAULT_BUDGET, Settings
+from dynadapt.elastic.plan_report import PlanReport
+from dynadapt.elastic.settings import DEFAULT_BUDGET, Settings
+from dynadapt.elastic.state import fingerprint_of, side_of
 from dynadapt.elastic.worlds import current_session
 from dynadapt.protocols import TrainState
-from dynadapt.elastic.plan_report import PlanReport
 from dynadapt.transport.control import Timeouts
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
     from dynadapt.elastic.outcome import MigrationReport
     from dynadapt.elastic.side import Side
     from dynadapt.elastic.worlds import Session
@@ -100,7 +102,7 @@ def describe(x: Any, *, timeout: float | None = None, session: Session | None = 
     ['bias/param', 'weight/param']
     """
     settings = _settings(timeout=timeout)
-    side, _ = migration.side_of(session or current_session(), _state(x), settings)
+    side, _ = side_of(session or current_session(), _state(x), settings)
     return State(side)
 
 
@@ -184,4 +186,4 @@ def fingerprint(x: Any, *, timeout: float | None = None, session: Session | None
     32
     """
     settings = _settings(timeout=timeout)
-    return migration.fingerprint_of(session or current_session(), _state(x), settings)
+    return fingerprint_of(session or current_session(), _state(x), settings)

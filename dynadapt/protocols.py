@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Adapter",
+    "Agree",
     "AuxItem",
     "Buffer",
     "Channel",
@@ -25,6 +26,7 @@ __all__ = [
     "Outcome",
     "Posted",
     "TrainState",
+    "alone",
 ]
 
 AuxPolicy = Literal["replicated", "per-rank"]
@@ -41,6 +43,11 @@ class Buffer(Protocol):
     @property
     def dtype(self) -> str:
         """Element type, by torch's name without the prefix."""
+        ...
+
+    @property
+    def device(self) -> str:
+        """Where it lies: "cpu", "cuda:0"; known also while it is freed."""
         ...
 
     @property
@@ -105,7 +112,7 @@ class Described:
     keep: tuple[Any, ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class TrainState:
     """A live training state, as a user names it.
 
@@ -134,6 +141,14 @@ class TrainState:
         return x if isinstance(x, TrainState) else cls(model=x)
 
 
+Agree = Callable[[], None]
+"""A vote of all ranks: raises on every rank if any of them failed before it."""
+
+
+def alone() -> None:
+    """The vote of a rank that is on its own."""
+
+
 @runtime_checkable
 class Adapter(Protocol):
     """How one framework's state is read and written. Five methods, called in this order.
@@ -143,11 +158,12 @@ class Adapter(Protocol):
 
     name: str
 
-    def quiesce(self, x: Any) -> None:
-        """Prove a step boundary and drop gathered copies; no communication.
+    def quiesce(self, x: Any, agree: Agree = alone) -> None:
+        """Prove a step boundary, then `agree()`, then drop gathered copies.
 
         Raises `Refused` (reason `mid-step`) naming the micro-step otherwise, before any change. One
-        rank may refuse alone, so a collective here would leave the others waiting in it.
+        rank may refuse alone: only after `agree` may anything be changed or communicated, else ranks
+        differ in what they still have gathered and their next forward hangs.
         """
         ...
 
@@ -168,7 +184,7 @@ class Adapter(Protocol):
         keys: tuple[KeySpec, ...],
         scalars: Mapping[str, Mapping[str, int | float]],
         aux: Mapping[str, AuxItem],
-        agree: Callable[[], None],
+        agree: Agree = alone,
     ) -> tuple[Outcome, ...]:
         """Target only, after the bytes landed: rebuild derived copies, links, steps, caches, aux.
 
@@ -200,7 +216,9 @@ class Channel(Protocol):
     """
 
     def post(
-        self, receives: Sequence[tuple[int, torch.Tensor]], sends: Sequence[tuple[int, torch.Tensor]]
+        self,
+        receives: Sequence[tuple[int, torch.Tensor]],
+        sends: Sequence[tuple[int, torch.Tensor]],
     ) -> Posted:
         """Start one batch of (peer seat, contiguous 1-D uint8 tensor); receives are posted first.
 

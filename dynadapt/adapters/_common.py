@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dynadapt.errors import Finding, Refused
-from dynadapt.protocols import AuxItem, Outcome
+from dynadapt.protocols import AuxItem, Outcome, TrainState
 from dynadapt.vps.keys import Key, canonical_name
 from dynadapt.vps.layout import Row
 from dynadapt.vps.wire import encodable
@@ -27,6 +27,7 @@ __all__ = [
     "BufferTable",
     "NamedTensor",
     "TensorBuffer",
+    "apply_data",
     "apply_groups",
     "apply_scheduler",
     "apply_user",
@@ -91,10 +92,21 @@ class TensorBuffer:
         self._device = tensor.device
         self._nbytes = self._storage.nbytes()
 
+    def reach(self, tensor: torch.Tensor) -> None:
+        """Make sure that `refill` brings back all of a tensor, also if the storage is freed by now."""
+        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        needed = (int(tensor.storage_offset()) + last + 1) * self._dtype.itemsize
+        self._nbytes = max(self._nbytes, needed)
+
     @property
     def dtype(self) -> str:
         """Element type by name."""
         return dtype_name(self._dtype)
+
+    @property
+    def device(self) -> str:
+        """Where the storage lies."""
+        return str(self._device)
 
     @property
     def numel(self) -> int:
@@ -102,7 +114,9 @@ class TensorBuffer:
         return self._nbytes // self._dtype.itemsize
 
     def tensor(self) -> torch.Tensor:
-        """A 1-D tensor over the storage."""
+        """A 1-D tensor over the storage, which must not be freed."""
+        if self._storage.nbytes() < self._nbytes:  # set_ would silently make it whole again
+            raise RuntimeError("the buffer's storage is freed; refill it first")
         flat = torch.empty(0, dtype=self._dtype, device=self._device)
         return flat.set_(self._storage, 0, (self.numel,), (1,))
 
@@ -159,7 +173,9 @@ class BufferTable:
                 self.rows.append(Row(key, box, name, at, tuple(strides)))
             at += box.volume
         if at > end:
-            raise ValueError(f"{key}: boxes need {at - end} elements more than the flat tensor holds")
+            raise ValueError(
+                f"{key}: boxes need {at - end} elements more than the flat tensor holds"
+            )
 
     def _buffer_of(self, key: Key, tensor: torch.Tensor) -> str:
         ident = (tensor.untyped_storage()._cdata, tensor.dtype)
@@ -167,6 +183,7 @@ class BufferTable:
         if name is None:
             name = self._ids[ident] = str(key)
             self.buffers[name] = TensorBuffer(tensor)
+        self.buffers[name].reach(tensor)
         return name
 
 
@@ -252,6 +269,10 @@ def optimizer_slots(optimizer: Any, group: Mapping[str, Any]) -> tuple[str, ...]
         return ("momentum_buffer",) if group.get("momentum") else ()
     if kind == "Adagrad":
         return ("sum",)
+    if kind == "Adamax":
+        return ("exp_avg", "exp_inf")
+    if kind == "Adadelta":
+        return ("square_avg", "acc_delta")
     if kind == "RMSprop":
         momentum = ("momentum_buffer",) if group.get("momentum") else ()
         centered = ("grad_avg",) if group.get("centered") else ()
@@ -425,11 +446,11 @@ def _like(own: Any, value: Any) -> Any:
     return value
 
 
-def user_items(user: Mapping[str, Any], samples: int | None, counters: Mapping[str, int]) -> tuple[
-    AuxItem, ...
-]:
+def user_items(
+    user: Mapping[str, Any], samples: int | None, counters: Mapping[str, int]
+) -> tuple[AuxItem, ...]:
     """Aux items of a `TrainState`'s own objects: `user/<name>`, `data`, `counters`."""
-    items = [AuxItem(f"user/{name}", obj.state_dict()) for name, obj in sorted(user.items())]
+    items = [AuxItem(f"user/{n}", _lowered(obj.state_dict())) for n, obj in sorted(user.items())]
     bad = [item for item in items if not encodable(item.value)]
     if bad:
         raise Refused(
@@ -456,8 +477,47 @@ def apply_user(user: Mapping[str, Any], aux: Mapping[str, AuxItem]) -> tuple[Out
         if item is None:
             outcomes.append(Outcome(f"user/{name}", "dropped", "the source has none of that name"))
         else:
-            obj.load_state_dict(item.value)
+            obj.load_state_dict(_lifted(item.value))
             outcomes.append(Outcome(f"user/{name}", "exact"))
     lost = [p for p in aux if p.startswith("user/") and p.removeprefix("user/") not in user]
     outcomes += [Outcome(path, "dropped", "the target has none of that name") for path in lost]
     return tuple(outcomes)
+
+
+def apply_data(state: TrainState, item: AuxItem | None) -> tuple[Outcome, ...]:
+    """Tell the target's `samples` where the data go on; setting up the loader is the user's."""
+    if item is None:
+        return ()
+    state.samples = item.value["samples"]
+    return (Outcome("data", "exact", f"go on at sample {state.samples}"),)
+
+
+_TENSOR = "torch.Tensor"
+
+
+def _lowered(value: Any) -> Any:
+    """A user's state with every tensor as (mark, dtype, shape, bytes)."""
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+        return {_TENSOR: [dtype_name(value.dtype), list(value.shape), flat.numpy().tobytes()]}
+    if isinstance(value, dict):
+        return {key: _lowered(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_lowered, value)) if type(value) in {list, tuple} else value
+    return value
+
+
+def _lifted(value: Any) -> Any:
+    """The inverse of `_lowered`, on the CPU."""
+    if isinstance(value, dict) and value.keys() == {_TENSOR}:
+        name, shape, data = value[_TENSOR]
+        empty = torch.empty(shape, dtype=torch_dtype(name))
+        if data:
+            flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            return flat.view(empty.dtype).reshape(shape)
+        return empty
+    if isinstance(value, dict):
+        return {key: _lifted(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_lifted, value))
+    return value

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = ["Batches", "build_model", "param_groups", "tensor_parallel", "zero3"]
 
@@ -25,7 +22,7 @@ def build_model(seed: int = 0) -> torch.nn.Module:
         vocab_size=256,
         hidden_size=128,
         intermediate_size=352,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=8,
         num_key_value_heads=4,
         max_position_embeddings=SEQUENCE,
@@ -82,10 +79,9 @@ class Batches:
 def zero3(model: torch.nn.Module) -> Any:
     """A real DeepSpeed ZeRO-3 engine in bf16 around the model."""
     import deepspeed
-
-    optimizer = torch.optim.AdamW(param_groups(model), lr=LR, betas=(0.9, 0.95))
     import torch.distributed as dist
 
+    optimizer = torch.optim.AdamW(param_groups(model), lr=LR, betas=(0.9, 0.95))
     engine, _, _, _ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
@@ -98,6 +94,7 @@ def zero3(model: torch.nn.Module) -> Any:
             },
             "bf16": {"enabled": True},
             "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 0.0,
             "steps_per_print": 10**9,
         },
         dist_init_required=False,
@@ -105,7 +102,7 @@ def zero3(model: torch.nn.Module) -> Any:
     return engine
 
 
-def tensor_parallel(model: torch.nn.Module, tp: int = 2) -> tuple[torch.nn.Module, Any, Any]:
+def tensor_parallel(model: Any, tp: int = 2) -> tuple[torch.nn.Module, Any, Any]:
     """The model in TP `tp` x replicated DP over DTensors, computing in bf16; its optimizer; the mesh."""
     import torch.distributed as dist
     from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -141,8 +138,3 @@ def tensor_parallel(model: torch.nn.Module, tp: int = 2) -> tuple[torch.nn.Modul
     )
     optimizer = torch.optim.AdamW(param_groups(model), lr=LR, betas=(0.9, 0.95))
     return model, optimizer, mesh
-
-
-def steps(first: int, count: int) -> Iterator[int]:
-    """Step numbers `[first, first + count)`."""
-    yield from range(first, first + count)

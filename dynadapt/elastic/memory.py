@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from dynadapt.errors import Finding
 from dynadapt.vps.keys import itemsize
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
     from dynadapt.protocols import Buffer, Described
     from dynadapt.vps.keys import KeySpec
 
-__all__ = ["Parked", "available_bytes", "state_to_make", "too_little"]
+__all__ = ["Parked", "available_bytes", "is_parked", "state_to_make", "too_little", "wake"]
 
 
 def available_bytes(device: str = "cpu") -> int | None:
@@ -28,9 +28,8 @@ def available_bytes(device: str = "cpu") -> int | None:
         return int(torch.cuda.mem_get_info(device)[0])
     limits = []
     try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                limits.append(int(line.split()[1]) * 1024)
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        limits += [int(n.split()[1]) * 1024 for n in lines if n.startswith("MemAvailable:")]
         most = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         if most != "max":
             used = int(Path("/sys/fs/cgroup/memory.current").read_text())
@@ -81,6 +80,8 @@ def too_little(
 class _HostCopy:
     """A parked buffer, as the executor reads it."""
 
+    device = "cpu"
+
     def __init__(self, dtype: str, host: torch.Tensor) -> None:
         self.dtype, self._host = dtype, host
 
@@ -98,14 +99,32 @@ class _HostCopy:
         """Never freed, so nothing to do."""
 
 
+_parked: WeakKeyDictionary[Any, tuple[Buffer, ...]] = WeakKeyDictionary()
+"""Model or engine -> the buffers it was left without when its state had moved away."""
+
+
+def is_parked(model: Any) -> bool:
+    """Whether a model's state was parked and moved away, so that it holds nothing."""
+    return model in _parked
+
+
+def wake(model: Any) -> None:
+    """Give a parked model its storage back, with undefined content: it is to be a target."""
+    for buffer in _parked.pop(model, ()):
+        buffer.refill()
+
+
 class Parked:
     """A source whose buffers were copied to host memory and freed on their device.
 
-    `buffers` reads from the copies; `restore` puts everything back where it was, bit for bit.
+    `buffers` reads from the copies; `restore` puts everything back where it was, bit for bit. While it
+    is parked, the model is known to `is_parked`.
     """
 
-    def __init__(self, buffers: Mapping[str, Buffer]) -> None:
+    def __init__(self, model: Any, buffers: Mapping[str, Buffer]) -> None:
         self._origin = dict(buffers)
+        self._model = model
+        _parked[model] = tuple(self._origin.values())
         self.buffers: dict[str, Buffer] = {}
         self.nbytes = 0
         for name, buffer in self._origin.items():
@@ -116,8 +135,7 @@ class Parked:
 
     def restore(self) -> None:
         """Refill every buffer and copy its content back."""
+        _parked.pop(self._model, None)
         for name, buffer in self._origin.items():
             buffer.refill()
             buffer.tensor().copy_(self.buffers[name].tensor())
-
-

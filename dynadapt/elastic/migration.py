@@ -10,36 +10,47 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dynadapt.elastic import rng
-from dynadapt.elastic.memory import Parked, available_bytes, state_to_make, too_little
+from dynadapt.elastic import checks, rng
+from dynadapt.elastic.memory import (
+    Parked,
+    available_bytes,
+    is_parked,
+    state_to_make,
+    too_little,
+    wake,
+)
 from dynadapt.elastic.outcome import MigrationReport
 from dynadapt.elastic.side import Side, unite
-from dynadapt.errors import Finding, MigrationAborted, Refused
-from dynadapt.protocols import Outcome
+from dynadapt.elastic.state import ballot, control_of, storage_of
+from dynadapt.errors import Finding, Refused
+from dynadapt.protocols import Outcome, TrainState
 from dynadapt.registry import adapter_for
 from dynadapt.transport.certificate import fingerprint
-from dynadapt.transport.certify import Sums, Wanted, count
-from dynadapt.transport.control import Control, Timeouts
-from dynadapt.transport.executor import Moved, Storage, execute, staging_bytes
+from dynadapt.transport.certify import Wanted, count
+from dynadapt.transport.executor import Moved, execute, staging_bytes
 from dynadapt.transport.match import match
-from dynadapt.transport.plan import Match, Options, SeatPlan
+from dynadapt.transport.plan import Options
 from dynadapt.transport.planner import plan_for
-from dynadapt.transport.schedule import Chunk, chunks, cut, grid, traffic
+from dynadapt.transport.schedule import chunks, cut, grid, traffic
 from dynadapt.vps import cover
-from dynadapt.vps.keys import Key, KeySpec
 
 if TYPE_CHECKING:
+    from dynadapt.elastic.settings import Settings
     from dynadapt.elastic.worlds import Session
     from dynadapt.protocols import Adapter, Buffer, Channel, Described
+    from dynadapt.transport.executor import Storage
+    from dynadapt.transport.plan import Match, SeatPlan
+    from dynadapt.transport.schedule import Chunk
+    from dynadapt.vps.keys import Key
 
-__all__ = ["PHASES", "Settings", "fingerprint_of", "migrate", "plan", "side_of"]
+__all__ = ["PHASES", "migrate", "plan"]
 
 PHASES = (
     "quiesce",
@@ -52,40 +63,7 @@ PHASES = (
     "certify",
     "commit",
 )
-DEFAULT_BUDGET = 256 << 20
 OnPhase = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What a user may decide; must be equal on every seat."""
-
-    budget: int = DEFAULT_BUDGET
-    mode: Literal["keep", "park"] = "keep"
-    narrow: Literal["if-exact", "allow", "refuse"] = "if-exact"
-    on_drift: Literal["error", "first"] = "error"
-    allow: frozenset[str] = frozenset()
-    timeouts: Timeouts = Timeouts()
-
-    def __post_init__(self) -> None:
-        known = {"extra", "missing", "tie", "step"}
-        findings = []
-        if self.mode not in {"keep", "park"}:
-            findings.append(_bad("mode", self.mode, "'keep' or 'park'"))
-        if self.narrow not in {"if-exact", "allow", "refuse"}:
-            findings.append(_bad("narrow", self.narrow, "'if-exact', 'allow' or 'refuse'"))
-        if self.on_drift not in {"error", "first"}:
-            findings.append(_bad("on_drift", self.on_drift, "'error' or 'first'"))
-        if self.allow - known:
-            findings.append(_bad("allow", sorted(self.allow - known), f"some of {sorted(known)}"))
-        if self.budget < 64 << 10:
-            findings.append(_bad("budget", self.budget, "at least 65536 bytes"))
-        if findings:
-            raise Refused(findings)
-
-
-def _bad(name: str, value: object, wanted: str) -> Finding:
-    return Finding("bad-argument", name, f"is {value!r}, must be {wanted}")
 
 
 def migrate(
@@ -128,52 +106,6 @@ def plan(
         run.control.close()
 
 
-def side_of(session: Session, x: Any, settings: Settings) -> tuple[Side, Described | None]:
-    """Describe one state over all seats; nothing is changed but gathered copies are dropped."""
-    control = Control(
-        session.store(next(session.counter)), session.seat, session.seats, settings.timeouts
-    )
-    try:
-        with control.phase("describe"):
-            own = None
-            if x is not None:
-                adapter = adapter_for(x)
-                adapter.quiesce(x)
-                own = adapter.describe(x)
-            side = unite("described", control, own)
-            if side is None:
-                raise Refused([Finding("no-state", "x", "no rank passed a state")])
-        return side, own
-    finally:
-        control.close()
-
-
-def fingerprint_of(session: Session, x: Any, settings: Settings) -> str:
-    """The layout-free fingerprint of a state. All seats call it."""
-    side, own = side_of(session, x, settings)
-    control = Control(
-        session.store(next(session.counter)), session.seat, session.seats, settings.timeouts
-    )
-    try:
-        with control.phase("fingerprint"):
-            specs = [s for s in side.layout.keys if s.moves]
-            wanted = [Wanted(spec, spec.dtype, spec.key) for spec in specs]
-            seats = tuple(s for s in side.layout.endpoints if s >= 0) or control.seats
-            sums = count("own", control, side.layout, _storage(own), wanted, seats)
-        return fingerprint(
-            side.layout.keys, {s.key: v for s, v in zip(specs, sums.values, strict=True)}
-        )
-    finally:
-        control.close()
-
-
-def _storage(own: Described | None, buffers: Any = None) -> Storage:
-    if own is None:
-        return Storage((), {})
-    rows = [*own.rows, *(row for part in own.files.values() for row in part)]
-    return Storage(rows, own.buffers if buffers is None else buffers)
-
-
 class _Migration:
     """One seat's run; attributes come to life phase by phase."""
 
@@ -195,10 +127,7 @@ class _Migration:
     ) -> None:
         self.session, self.settings, self.on_phase = session, settings, on_phase
         self.x_source, self.x_target = source, target
-        self.number = next(session.counter)
-        self.control = Control(
-            session.store(self.number), session.seat, session.seats, settings.timeouts
-        )
+        self.number, self.control = control_of(session, settings)
         self.seconds: dict[str, float] = {}
         self.source_adapter: Adapter | None = None
         self.target_adapter: Adapter | None = None
@@ -216,9 +145,14 @@ class _Migration:
         """Time a phase, tell the listener, vote."""
         began = time.perf_counter()
         with self.control.phase(name):
-            if self.on_phase is not None:
-                self.on_phase(name)
-            yield
+            try:
+                if self.on_phase is not None:
+                    self.on_phase(name)
+                yield
+            except Exception:
+                if self.channel is not None:
+                    self.channel.abort()  # peers that wait for this seat need not wait for the vote
+                raise
         self.seconds[name] = time.perf_counter() - began
 
     def whole(self) -> MigrationReport:
@@ -249,8 +183,8 @@ class _Migration:
             fingerprint_target=print_target,
             outcomes=tuple(self.outcomes),
             warnings=tuple(dict.fromkeys(self.warnings)),
-            source=_summary(self.source),
-            target=_summary(self.target),
+            source=summary(self.source),
+            target=summary(self.target),
         )
 
     def prologue(self) -> None:
@@ -258,11 +192,22 @@ class _Migration:
         with self.phase("quiesce"):
             if self.x_source is not None:
                 self.source_adapter = adapter_for(self.x_source)
-                self.source_adapter.quiesce(self.x_source)
+                if is_parked(TrainState.of(self.x_source).model):
+                    cause = "it was parked and its state moved away: it holds nothing"
+                    refuse([Finding("parked", "source", cause, "migrate a state into it first")])
             if self.x_target is not None:
                 self.target_adapter = adapter_for(self.x_target)
-                self.target_adapter.quiesce(self.x_target)
+                wake(TrainState.of(self.x_target).model)
+            for adapter, x in (
+                (self.source_adapter, self.x_source),
+                (self.target_adapter, self.x_target),
+            ):
+                with ballot(self.control, "quiesce") as agree:
+                    if adapter is not None:
+                        adapter.quiesce(x, agree)
         with self.phase("describe"):
+            told = self.control.gather_values("settings", {"arguments": repr(self.settings)})
+            refuse(checks.disagreements(told))
             if self.source_adapter is not None:
                 self.own_source = self.source_adapter.describe(self.x_source)
             side = unite("source", self.control, self.own_source)
@@ -280,13 +225,14 @@ class _Migration:
             needed = state_to_make(self.source.layout.keys, before)
         self.check_memory("room", "new optimizer state", needed)
         if self.settings.mode == "park" and self.own_source is not None:
-            self.parked = Parked(self.own_source.buffers)
+            self.parked = Parked(TrainState.of(self.x_source).model, self.own_source.buffers)
         if self.target_adapter is not None:
             self.preparing = True
             self.own_target = self.target_adapter.prepare(self.x_target, self.source.layout.keys)
-            for buffer in self.own_target.buffers.values():
-                buffer.refill()
-        side = unite("target", self.control, self.own_target)
+        blank = None  # what the target says of steps and hyperparameters is about to be replaced
+        if self.own_target is not None:
+            blank = replace(self.own_target, scalars={}, aux=())
+        side = unite("target", self.control, blank)
         if side is None:
             raise Refused([Finding("no-state", "target", "no rank passed a target")])
         self.target = side
@@ -294,7 +240,9 @@ class _Migration:
     def check_memory(self, name: str, what: str, needed: int) -> None:
         """Refuse, on all seats alike, what does not fit the memory of some host."""
         device = self.device()
-        told = self.control.gather_values(name, [needed, available_bytes(device), self.session.host])
+        told = self.control.gather_values(
+            name, [needed, available_bytes(device), self.session.host]
+        )
         place = device if device.startswith("cuda") else ""
         findings = too_little(
             what,
@@ -302,8 +250,7 @@ class _Migration:
             {seat: free for seat, (_, free, _) in told.items()},
             {seat: f"{host}{f'/{seat}' if place else ''}" for seat, (_, _, host) in told.items()},
         )
-        if findings:
-            raise Refused(findings)
+        refuse(findings)
         self.hosts = {seat: str(host) for seat, (_, _, host) in told.items()}
 
     def device(self) -> str:
@@ -312,13 +259,19 @@ class _Migration:
         for own in (self.own_source, self.own_target):
             if own is not None:
                 buffers += own.buffers.values()
-        kinds = {str(b.tensor().device) for b in buffers if b.dtype}
+        kinds = {buffer.device for buffer in buffers}
         cuda = sorted(kind for kind in kinds if kind.startswith("cuda"))
         return cuda[0] if cuda else "cpu"
 
+    def source_storage(self) -> Storage:
+        """What this seat can read of the source, from the parked copies if there are any."""
+        buffers = self.parked.buffers if self.parked else None
+        return storage_of(self.session, self.source, self.own_source, buffers)
+
     def workers(self) -> tuple[int, ...]:
         """The seats that read and write files for others."""
-        return self.control.seats
+        readers = [set(side.readers) for side in (self.source, self.target) if side.readers]
+        return tuple(sorted(set.intersection(*readers))) if readers else self.control.seats
 
     def make_plan(self) -> None:
         """Match keys, take the source's sums, choose replicas, cut chunks. All findings together."""
@@ -332,15 +285,14 @@ class _Migration:
         )
         source, target = self.source.layout, self.target.layout
         self.matched = match(source.keys, target.keys, self.options)
-        findings = [*self.matched.findings, *cover.prove(target), *self.step_findings()]
-        if findings:
-            raise Refused(findings)
+        steps = checks.steps_differ(self.source.scalars, self.target.flat_step, settings.allow)
+        files = checks.files_unreachable(self.source, self.target)
+        refuse([*self.matched.findings, *cover.prove(target), *steps, *files])
         for path, note in self.matched.notes:
             self.outcomes.append(Outcome(path, "derived", note))
         self.options = replace(self.options, first_only=self.count_source())
         self.seat_plan = plan_for(self.session.seat, source, target, self.matched, self.options)
-        if self.seat_plan.findings:
-            raise Refused(self.seat_plan.findings)
+        refuse(self.seat_plan.findings)
         edges = grid(self.matched.total, settings.budget)
         mine = traffic(self.seat_plan, self.matched, edges)
         busiest = self.control.combine("traffic", mine, np.maximum)
@@ -348,94 +300,41 @@ class _Migration:
         self.chunk_list = list(chunks(self.seat_plan, self.matched, borders))
         self.check_memory("staging", "staging", staging_bytes(self.chunk_list))
 
-    def step_findings(self) -> list[Finding]:
-        """A target with one step per flat buffer needs equal steps, unless `allow` has "step"."""
-        if not self.target.flat_step or "step" in self.settings.allow:
-            return []
-        steps = {n: v["step"] for n, v in self.source.scalars.items() if "step" in v}
-        if len(set(steps.values())) <= 1:
-            return []
-        low, high = min(steps, key=steps.__getitem__), max(steps, key=steps.__getitem__)
-        return [
-            Finding(
-                "step",
-                "optimizer",
-                f"{low} is at step {steps[low]:g} and {high} at step {steps[high]:g}, and the target "
-                "keeps one step for many parameters",
-                'allow={"step"} takes the largest step',
-            )
-        ]
-
     def count_source(self) -> frozenset[Key]:
         """Take the source's sums; returns the keys of which only the first holder counts."""
         pairs = [p for p in self.matched.pairs if not p.fill]
         wanted = [Wanted(p.source, p.target.dtype, p.target.key) for p in pairs]
-        derived = _derived(self.source)
+        derived = checks.derived_sums(self.source)
         sums = count(
             "source",
             self.control,
             self.source.layout,
-            _storage(self.own_source, self.parked.buffers if self.parked else None),
+            self.source_storage(),
             [*wanted, *(w for two in derived for w in two)],
             self.workers(),
         )
         self.source_sums = sums.values[: len(wanted)]
-        stale = _stale(derived, sums.values[len(wanted) :])
+        cause = "differs from its master in the source; it is not moved"
         self.warnings += [
-            Finding("stale-copy", str(key), "differs from its master in the source; it is not moved")
-            for key in stale
+            Finding("stale-copy", str(key), cause)
+            for key in checks.stale(derived, sums.values[len(wanted) :])
         ]
-        return self.judge_drift(sums)
-
-    def judge_drift(self, sums: Sums) -> frozenset[Key]:
-        """Replicas that differ: an error for parameters and states, first holder's for buffers."""
-        fatal: list[Finding] = []
-        first: set[Key] = set()
-        by_name = self.source.layout.by_name
-        for key, findings in sums.drifted.items():
-            if by_name[key].derived:
-                continue
-            is_buffer = by_name[key].kind in {"buffer", "transient"}
-            if is_buffer or self.settings.on_drift == "first":
-                first.add(key)
-                self.warnings += findings
-            else:
-                fatal += findings
-        if fatal:
-            raise Refused(fatal)
-        if first:  # sums of replicas that differ count the first holder only, as the plan does
-            self.warnings.append(
-                Finding("replicas-differ", "source", f"took the first holder of {len(first)} tensors")
-            )
-        return frozenset(first)
+        drift = checks.drift(sums, self.source.layout.by_name, self.settings.on_drift)
+        refuse(drift.fatal)
+        self.warnings += drift.told
+        return drift.first_only
 
     def agree(self) -> None:
         """Before the first byte: equal layouts and options, equal message lists at both ends."""
-        mine = {
+        mine: dict[str, Any] = {
             "options": self.options.digest(),
             "source": self.source.layout.digest(),
             "target": self.target.layout.digest(),
             "pairs": self.seat_plan.pair_digests(),
             "device": self.device(),
-            "settings": repr(self.settings),
         }
         told = self.control.gather_values("agree", mine)
-        findings = []
-        for what in ("settings", "options", "source", "target"):
-            if len({report[what] for report in told.values()}) > 1:
-                findings.append(
-                    Finding("ranks-disagree", what, "is not equal on all seats", "pass equal arguments")
-                )
-        for seat, report in told.items():
-            for name, digest in report["pairs"].items():
-                peer, way = int(name[:-1]), name[-1]
-                other = told[peer]["pairs"].get(f"{seat}{'<' if way == '>' else '>'}")
-                if other != digest:
-                    findings.append(
-                        Finding("plans-differ", f"seat {seat} {way} seat {peer}", "message lists differ")
-                    )
-        if findings:
-            raise Refused(findings)
+        refuse(checks.disagreements(told))
         devices = {report["device"] for report in told.values()}
         on_cuda = all(device.startswith("cuda") for device in devices)
         self.wire_device = mine["device"] if on_cuda else "cpu"
@@ -450,8 +349,8 @@ class _Migration:
             self.seat_plan,
             self.chunk_list,
             self.matched,
-            _storage(self.own_source, self.parked.buffers if self.parked else None),
-            _storage(self.own_target),
+            self.source_storage(),
+            storage_of(self.session, self.target, self.own_target),
             self.channel,
             narrow=self.settings.narrow,
             timeout=self.settings.timeouts.phase,
@@ -460,15 +359,7 @@ class _Migration:
 
     def finish(self) -> None:
         """The target's own repairs; a failure before its first collective is voted on first."""
-        agreed = False
-
-        def agree() -> None:
-            nonlocal agreed
-            if not agreed:
-                agreed = True
-                self.control.vote("finish")
-
-        try:
+        with ballot(self.control, "finish") as agree:
             if self.target_adapter is not None:
                 self.outcomes += self.target_adapter.finish(
                     self.x_target,
@@ -477,14 +368,6 @@ class _Migration:
                     self.source.aux,
                     agree,
                 )
-            agree()
-        except MigrationAborted:
-            raise
-        except Exception as error:
-            if not agreed:
-                agreed = True
-                self.control.vote("finish", error)
-            raise
 
     def certify(self) -> str:
         """Describe the target anew and compare every sum, every derived copy, every scalar."""
@@ -492,57 +375,39 @@ class _Migration:
         findings: list[Finding] = []
         if self.target_adapter is not None:
             after = self.target_adapter.describe(self.x_target)
-            findings += _same_rows(self.own_target, after) + self.scalar_findings(after)
+            findings += checks.held_differently(self.own_target, after)
+            if not ("step" in self.settings.allow and self.target.flat_step):
+                findings += checks.scalars_differ(self.source.scalars, after.scalars)
         pairs = self.matched.pairs
         wanted = [Wanted(p.target, p.target.dtype, p.target.key) for p in pairs]
-        derived = _derived(self.target)
+        derived = checks.derived_sums(self.target)
         sums = count(
             "target",
             self.control,
             self.target.layout,
-            _storage(after),
+            storage_of(self.session, self.target, after),
             [*wanted, *(w for two in derived for w in two)],
             self.workers(),
         )
-        moving = iter(self.source_sums)
-        expected = [0 if p.fill else next(moving) for p in pairs]
-        for pair, should, has in zip(pairs, expected, sums.values, strict=False):
-            if should != has and not pair.target.local:
-                findings.append(
-                    Finding(
-                        "certificate",
-                        str(pair.target.key),
-                        f"the target's sum {has:016x} is not the source's {should:016x}",
-                        "the source is intact; please report this",
-                    )
-                )
+        findings += checks.sums_differ(pairs, self.expected(), sums.values[: len(pairs)])
         findings += [f for parts in sums.drifted.values() for f in parts]
         findings += [
             Finding("stale-copy", str(key), "differs from its master in the target")
-            for key in _stale(derived, sums.values[len(wanted) :])
+            for key in checks.stale(derived, sums.values[len(wanted) :])
         ]
-        if findings:
-            raise Refused(findings)
+        refuse(findings)
         values = {p.target.key: v for p, v in zip(pairs, sums.values, strict=False)}
         return fingerprint(self.target.layout.keys, values)
 
-    def scalar_findings(self, after: Described) -> list[Finding]:
-        """Scalars of the source that this seat's target holds must be equal there."""
-        if "step" in self.settings.allow and self.target.flat_step:
-            return []
-        findings = []
-        for name, values in self.source.scalars.items():
-            for label, value in values.items():
-                has = after.scalars.get(name, {}).get(label, value)
-                if has != value:
-                    cause = f"is {has} in the target and {value} in the source"
-                    findings.append(Finding("certificate", f"{name}/{label}", cause))
-        return findings
+    def expected(self) -> list[int]:
+        """The sums the target must have, by pair: the source's, and zero where zeros were filled in."""
+        moving = iter(self.source_sums)
+        return [0 if pair.fill else next(moving) for pair in self.matched.pairs]
 
     def print_source(self) -> str:
         """The source's fingerprint, of its values as the target's dtypes."""
-        moving = iter(self.source_sums)
-        values = {p.target.key: 0 if p.fill else next(moving) for p in self.matched.pairs}
+        pairs = zip(self.matched.pairs, self.expected(), strict=True)
+        values = {pair.target.key: value for pair, value in pairs}
         return fingerprint(self.target.layout.keys, values)
 
     def totals(self) -> dict[str, int]:
@@ -606,49 +471,17 @@ class _Migration:
             self.parked.restore()
 
 
-def _derived(side: Side) -> list[tuple[Wanted, Wanted]]:
-    """Per derived copy with rows: its own sum, and its master's as it should be."""
-    found = []
-    for spec in side.layout.keys:
-        master = side.layout.by_name.get(Key(spec.key.name, "param"))
-        if not spec.derived or not spec.numel or master is None:
-            continue
-        if any(True for _ in side.layout.holders(spec.key, _whole(spec))):
-            copy = Wanted(spec, spec.dtype, spec.key)
-            found.append((copy, Wanted(master, spec.dtype, spec.key)))
-    return found
+def refuse(findings: Iterable[Finding]) -> None:
+    """Raise `Refused` with all findings, if there are any."""
+    found = tuple(findings)
+    if found:
+        raise Refused(found)
 
 
-def _whole(spec: KeySpec) -> Any:
-    from dynadapt.vps.box import Box
-
-    return Box.whole(spec.shape)
-
-
-def _stale(derived: list[tuple[Wanted, Wanted]], values: tuple[int, ...]) -> list[Key]:
-    return [
-        two[0].spec.key
-        for i, two in enumerate(derived)
-        if values[2 * i] != values[2 * i + 1]
-    ]
-
-
-def _same_rows(before: Described | None, after: Described) -> list[Finding]:
-    """`finish` must not have changed who holds what."""
-    if before is None:
-        return []
-    old = {(row.key, row.box) for row in before.rows}
-    new = {(row.key, row.box) for row in after.rows}
-    return [
-        Finding("certificate", f"{key} {box}", "is held differently after finish")
-        for key, box in sorted(old ^ new)
-    ]
-
-
-def _summary(side: Side) -> dict[str, Any]:
-    seats = [endpoint for endpoint in side.layout.endpoints if endpoint >= 0]
+def summary(side: Side) -> dict[str, Any]:
+    """One side for the report."""
     return {
-        "seats": seats,
+        "seats": [endpoint for endpoint in side.layout.endpoints if endpoint >= 0],
         "keys": len(side.layout.keys),
         "coordinates": {str(seat): dict(place) for seat, place in side.coordinates.items()},
     }

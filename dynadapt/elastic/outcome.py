@@ -70,9 +70,7 @@ class MigrationReport:
             "pause_seconds": round(self.pause_seconds, 6),
             "fingerprint_source": self.fingerprint_source,
             "fingerprint_target": self.fingerprint_target,
-            "outcomes": [
-                {"path": o.path, "kind": o.kind, "note": o.note} for o in self.outcomes
-            ],
+            "outcomes": [{"path": o.path, "kind": o.kind, "note": o.note} for o in self.outcomes],
             "warnings": [finding.to_json() for finding in self.warnings],
             "source": self.source,
             "target": self.target,

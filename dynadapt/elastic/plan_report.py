@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,8 @@ from dynadapt.elastic.outcome import human
 from dynadapt.transport.cost import LINKS, price
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from dynadapt.transport.plan import Match, Pair, SeatPlan
 
 __all__ = ["PlanReport", "TensorPlan"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +11,8 @@ import numpy as np
 from dynadapt.protocols import Outcome
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from dynadapt.protocols import OutcomeKind
 
 __all__ = ["Coordinate", "apply", "capture", "stream_for"]
@@ -39,7 +40,7 @@ def capture() -> dict[str, Any]:
         "numpy": (str(kind), np.asarray(keys), int(position), int(has_gauss), float(cached)),
         "torch": torch.get_rng_state().numpy(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         streams["cuda"] = torch.cuda.get_rng_state().numpy()
     return streams
 

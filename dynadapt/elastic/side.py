@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import AuxItem
 from dynadapt.vps import wire
+from dynadapt.vps.keys import Key
 from dynadapt.vps.layout import RowLayout
 
 if TYPE_CHECKING:
     from dynadapt.protocols import Described
     from dynadapt.transport.control import Control
+    from dynadapt.vps.layout import Row
 
 __all__ = ["Side", "unite"]
 
@@ -22,13 +24,26 @@ Scalars = Mapping[str, Mapping[str, int | float]]
 
 @dataclass(frozen=True)
 class Side:
-    """The source or the target over all its endpoints; equal on every seat."""
+    """The source or the target over all its endpoints; equal on every seat.
+
+    `readers` are the seats that can read and write its files, if it has any.
+    """
 
     layout: RowLayout
     scalars: Scalars
     aux: Mapping[str, AuxItem]
     coordinates: Mapping[int, Mapping[str, int]]
     flat_step: bool
+    readers: tuple[int, ...] = ()
+
+    def canonical(self, rows: Iterable[Row]) -> list[Row]:
+        """Rows as a seat described them, under the canonical names of tied tensors."""
+        names = {
+            Key(alias, spec.key.slot): spec.key
+            for spec in self.layout.keys
+            for alias in spec.aliases
+        }
+        return [replace(row, key=names[row.key]) if row.key in names else row for row in rows]
 
 
 def unite(name: str, control: Control, own: Described | None) -> Side | None:
@@ -50,7 +65,7 @@ def unite(name: str, control: Control, own: Described | None) -> Side | None:
         for seat in parts:  # a seat that only reads or writes files holds nothing itself
             specs, rows = described.pop(seat)
             first = min(described)
-            described[first] = (described[first][0] or specs, described[first][1])
+            described[first] = ((*described[first][0], *specs), described[first][1])
     findings: list[Finding] = []
     scalars = _unite_scalars(parts, findings)
     aux = _unite_aux(parts, findings, control.seat)
@@ -66,6 +81,7 @@ def unite(name: str, control: Control, own: Described | None) -> Side | None:
         aux,
         {seat: report["coordinate"] for seat, report in parts.items()},
         any(report["flat_step"] for report in parts.values()),
+        tuple(seat for seat, report in parts.items() if report["files"]),
     )
 
 
@@ -101,9 +117,7 @@ def _unite_scalars(parts: Mapping[int, Any], findings: list[Finding]) -> Scalars
     return found
 
 
-def _unite_aux(
-    parts: Mapping[int, Any], findings: list[Finding], me: int
-) -> Mapping[str, AuxItem]:
+def _unite_aux(parts: Mapping[int, Any], findings: list[Finding], me: int) -> Mapping[str, AuxItem]:
     found: dict[str, tuple[int, AuxItem]] = {}
     for seat, report in parts.items():
         for path, policy, value in report["aux"]:

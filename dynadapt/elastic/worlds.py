@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import itertools
 import socket
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.transport.channels.memory import MemoryChannel, MemoryHub
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from collections.abc import Callable, Sequence
+
+    from torch.distributed.distributed_c10d import Store
 
     from dynadapt.protocols import Channel
 
@@ -32,13 +33,21 @@ class Session:
 
     seat: int
     seats: tuple[int, ...]
-    store: Callable[[int], dist.Store]
+    store: Callable[[int], Store]
     channel: Callable[[int, str, float], Channel]
     host: str = field(default_factory=socket.gethostname)
     counter: Any = field(default_factory=lambda: itertools.count())
 
 
-_joined: dict[str, Session] = {}
+@dataclass
+class _Joined:
+    """The store of the world this process is in, and its session there."""
+
+    store: Any
+    session: Session
+
+
+_joined: _Joined | None = None
 
 
 def current_session() -> Session:
@@ -48,35 +57,35 @@ def current_session() -> Session:
     """
     import torch.distributed as dist
 
-    if not dist.is_available() or not dist.is_initialized():
-        if "alone" not in _joined:
-            _joined["alone"] = in_process_sessions(1)[0]
-        return _joined["alone"]
-    store = dist.distributed_c10d._get_default_store()
-    ident = f"{id(dist.distributed_c10d._get_default_group())}"
-    if ident not in _joined:
-        _joined.clear()
-        _joined[ident] = _join(store, dist.get_rank(), dist.get_world_size())
-    return _joined[ident]
+    global _joined
+    ready = dist.is_available() and dist.is_initialized()
+    store = dist.distributed_c10d._get_default_store() if ready else None
+    if _joined is None or _joined.store is not store:
+        session = _join(store, dist.get_rank(), dist.get_world_size()) if ready else _alone()
+        _joined = _Joined(store, session)
+    return _joined.session
 
 
-def _join(store: dist.Store, rank: int, size: int) -> Session:
+def _alone() -> Session:
+    return in_process_sessions(1)[0]
+
+
+def _join(store: Any, rank: int, size: int) -> Session:
     """Give the ranks of a world consecutive seats that this store has never given out before."""
-    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
 
     from dynadapt.transport.channels.process_group import ProcessGroupChannel
 
-    world = dist.PrefixStore("dynadapt", store)
+    world = PrefixStore("dynadapt", store)
+    generation = world.add(f"joins/{rank}", 1)  # the same on every rank: each has joined as often
     if rank == 0:
-        base = world.add("seats", size) - size
-        world.set(f"world/{size}/{base}", b"")
-        world.set("base", str(base))
-    base = int(world.get("base"))
+        world.set(f"base/{generation}", str(world.add("seats", size) - size))
+    base = int(world.get(f"base/{generation}"))
     seats = tuple(range(base, base + size))
     seat = base + rank
 
-    def fresh(number: int, what: str) -> dist.Store:
-        return dist.PrefixStore(f"{base}/{number}/{what}", world)
+    def fresh(number: int, what: str) -> Store:
+        return PrefixStore(f"{base}/{number}/{what}", world)
 
     def channel(number: int, device: str, timeout: float) -> Channel:
         backend = "nccl" if device.startswith("cuda") else "gloo"
@@ -95,7 +104,7 @@ def in_process_sessions(
     >>> [session.seat for session in in_process_sessions(3)]
     [0, 1, 2]
     """
-    from torch.distributed import HashStore, PrefixStore
+    from torch._C._distributed_c10d import HashStore, PrefixStore
 
     store = HashStore()
     hubs: dict[int, MemoryHub] = {}

@@ -9,7 +9,7 @@ import torch
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["as_words", "dtype_name", "torch_dtype"]
+__all__ = ["as_words", "cast_into", "dtype_name", "torch_dtype"]
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -36,3 +36,24 @@ def as_words(tensor: torch.Tensor) -> NDArray[Any]:
     if size in _WORDS:
         return tensor.view(_WORDS[size]).numpy().view(f"u{size}")
     return tensor.numpy()
+
+
+def cast_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy, with a cast whose bits depend on the value alone.
+
+    torch's own cast of a NaN to bfloat16 gives other bits in vector code than in scalar code, so they
+    change with strides and lengths; here a NaN keeps its upper half, as all other values do.
+
+    >>> target = torch.zeros(64, dtype=torch.bfloat16)
+    >>> cast_into(target, torch.full((64,), float("nan")))
+    >>> hex(as_words(target)[0])
+    '0x7fc0'
+    """
+    target.copy_(source)
+    narrows = target.dtype == torch.bfloat16 and source.dtype.itemsize > 1
+    if not narrows or source.dtype == torch.bfloat16 or not source.is_floating_point():
+        return
+    nan = torch.isnan(source)
+    if nan.any():
+        upper = (source[nan].to(torch.float32).view(torch.int32) >> 16) | 0x40
+        target[nan] = upper.to(torch.int16).view(torch.bfloat16).to(target.device)

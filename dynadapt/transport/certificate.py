@@ -11,7 +11,6 @@ number generators", OOPSLA 2014).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -59,7 +58,9 @@ def _table(seed: int, dim: int, digit: int, start: int, stop: int) -> NDArray[np
     salt = (seed + (dim * 4 + digit + 1) * 0xD1342543DE82EF95) & _MASK
     values = np.arange(start, stop, dtype=np.uint64)
     with np.errstate(over="ignore"):
-        return _splitmix(values * np.uint64(0x9E3779B97F4A7C15) + np.uint64(salt)) | np.uint64(1)
+        mixed = _splitmix(values * np.uint64(0x9E3779B97F4A7C15) + np.uint64(salt))
+        odd: NDArray[np.uint64] = mixed | np.uint64(1)
+        return odd
 
 
 def _dim_weights(seed: int, dim: int, lo: int, hi: int) -> NDArray[np.uint64]:
@@ -68,7 +69,8 @@ def _dim_weights(seed: int, dim: int, lo: int, hi: int) -> NDArray[np.uint64]:
     low = _table(seed, dim, 0, 0, 1 << _DIGIT)
     high = _table(seed, dim, 1, high_lo, high_hi)
     if high_hi - high_lo == 1:
-        return low[lo - (high_lo << _DIGIT) : hi - (high_lo << _DIGIT)] * high[0]
+        one: NDArray[np.uint64] = low[lo - (high_lo << _DIGIT) : hi - (high_lo << _DIGIT)] * high[0]
+        return one
     x = np.arange(lo, hi, dtype=np.int64)
     weights: NDArray[np.uint64] = low[x & ((1 << _DIGIT) - 1)] * high[(x >> _DIGIT) - high_lo]
     return weights

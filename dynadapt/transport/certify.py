@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from dynadapt.errors import Finding
-from dynadapt.transport._torch import as_words, dtype_name, torch_dtype
-from dynadapt.transport.certificate import weighted_sum
+from dynadapt.transport._torch import as_words, cast_into, dtype_name, torch_dtype
+from dynadapt.transport.certificate import key_seed, weighted_sum
 from dynadapt.vps.box import Box, atoms
-from dynadapt.vps.keys import Key, KeySpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from dynadapt.transport.control import Control
     from dynadapt.transport.executor import Storage
+    from dynadapt.vps.keys import Key, KeySpec
     from dynadapt.vps.layout import Layout
 
 __all__ = ["Sums", "Wanted", "count"]
@@ -31,11 +31,15 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One sum to take: the elements of a key, cast to `dtype`, weighted as `as_key`."""
+    """One sum to take: the elements of a key, cast to `dtype`, weighted as `as_key`.
+
+    `any_nan` counts all NaNs as equal: for copies that a framework cast, whose NaN bits are its own.
+    """
 
     spec: KeySpec
     dtype: str
     as_key: Key
+    any_nan: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,14 +74,13 @@ def count(
         for cell_number, (cell, at) in enumerate(atoms(h.box for h in holders)):
             endpoints = sorted({holders[i].endpoint for i in at})
             for endpoint in mine.intersection(endpoints):
-                value = _hash(storage, want, cell)
+                value = _hash(storage, endpoint, want, cell)
                 own.setdefault(number, []).append((cell_number, endpoint, value))
                 first = endpoint == endpoints[0]
                 if first or want.spec.local:
                     counted[number] += value
                 if len(endpoints) > 1 and not want.spec.local:
-                    factor = (2 * cell_number + 1) * 0x9E3779B97F4A7C15
-                    drift[number] += value * factor * (len(endpoints) - 1 if first else -1)
+                    drift[number] += value * _drift_weight(cell_number, endpoint, endpoints)
     words = np.array([total & _MASK for total in (*counted, *drift)], np.uint64)
     both = control.combine(f"{name}/sums", words, np.add)
     values = tuple(int(total) for total in both[: len(wanted)])
@@ -123,24 +126,36 @@ def _name_drift(
     return found
 
 
+def _drift_weight(cell: int, endpoint: int, endpoints: Sequence[int]) -> int:
+    """Weights that add up to 0 over the holders of a cell, so equal hashes add up to 0.
+
+    Each holder after the first has a number of its own: two that drift by opposite amounts are seen.
+    """
+    weights = [key_seed(str(cell), str(other)) | 1 for other in range(1, len(endpoints))]
+    place = endpoints.index(endpoint)
+    return weights[place - 1] if place else -sum(weights)
+
+
 def _acts_for(seat: int, endpoint: int, workers: Sequence[int]) -> bool:
     if endpoint >= 0:
         return endpoint == seat
     return bool(workers) and workers[zlib.crc32(str(endpoint).encode()) % len(workers)] == seat
 
 
-def _hash(storage: Storage, want: Wanted, cell: Box) -> int:
-    view = storage.view(want.spec.key, cell)
+def _hash(storage: Storage, endpoint: int, want: Wanted, cell: Box) -> int:
+    view = storage.view(endpoint, want.spec.key, cell)
     plain = view.device.type == "cpu" and dtype_name(view.dtype) == want.dtype
-    if plain:
+    if plain and not want.any_nan:
         return weighted_sum(as_words(view), cell, want.as_key)
     total = 0
     for part in _pieces(cell, _PIECE):  # a cast or a device copy is made piece by piece
         window = tuple(
-            slice(a - base, b - base)
-            for a, b, base in zip(part.lo, part.hi, cell.lo, strict=True)
+            slice(a - base, b - base) for a, b, base in zip(part.lo, part.hi, cell.lo, strict=True)
         )
-        cast = view[window].to("cpu", torch_dtype(want.dtype))
+        cast = torch.empty(part.shape, dtype=torch_dtype(want.dtype))
+        cast_into(cast, view[window].to("cpu"))
+        if want.any_nan and cast.is_floating_point():
+            cast[torch.isnan(cast)] = float("nan")
         total += weighted_sum(as_words(cast), part, want.as_key)
     return total & _MASK
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,8 +21,10 @@ from dynadapt.errors import ChannelError, DynadaptError, Finding, MigrationAbort
 from dynadapt.vps import wire
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from collections.abc import Iterator, Sequence
+
     from numpy.typing import NDArray
+    from torch.distributed.distributed_c10d import Store
 
 __all__ = ["Control", "Timeouts"]
 
@@ -58,7 +59,7 @@ class Control:
     """
 
     def __init__(
-        self, store: dist.Store, seat: int, seats: Sequence[int], timeouts: Timeouts | None = None
+        self, store: Store, seat: int, seats: Sequence[int], timeouts: Timeouts | None = None
     ) -> None:
         self.seat = seat
         self.seats = tuple(sorted(seats))
@@ -116,7 +117,8 @@ class Control:
             raise _aborted(name, decision) from error
 
     def _await_decision(self, place: str, name: str) -> Any:
-        deadline = time.monotonic() + self.timeouts.phase
+        # longer than a phase may take: a peer that runs into its own limit still gets to say so
+        deadline = time.monotonic() + self.timeouts.phase + min(self.timeouts.phase / 2, 30.0)
         for pause in _pauses():
             if self._store.check([f"{place}/decision"]):
                 return json.loads(self._store.get(f"{place}/decision"))
@@ -180,7 +182,7 @@ class Control:
 
     def _put(self, key: str, value: bytes) -> None:
         self._mine.append(key)
-        self._store.set(key, value)
+        self._store.set(key, value)  # type: ignore[arg-type]
 
     def _await(self, key: str, seat: int) -> None:
         deadline = time.monotonic() + self.timeouts.phase

@@ -8,18 +8,17 @@ The next chunk is posted before this one is waited for, from a second half of th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from dynadapt.errors import Finding, Refused
-from dynadapt.transport._torch import dtype_name, torch_dtype
+from dynadapt.transport._torch import cast_into, dtype_name, torch_dtype
 from dynadapt.vps.keys import itemsize
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from dynadapt.protocols import Buffer, Channel, Posted
     from dynadapt.transport.plan import Match, Move, SeatPlan
@@ -39,32 +38,36 @@ _CAST = 1 << 20
 
 
 class Storage:
-    """Rows of one side on this seat, ready to be read or written box by box.
+    """Rows of one side that this seat can reach, ready to be read or written box by box.
+
+    `rows` are by endpoint: the seat's own, and those of the files that it reads or writes. They go by
+    canonical names.
 
     >>> from dynadapt.vps.keys import Key
-    >>> Storage((), {}).find(Key("w", "param"), None) is None
+    >>> Storage({}, {}).find(0, Key("w", "param"), None) is None
     True
     """
 
-    def __init__(self, rows: Iterable[Row], buffers: Mapping[str, Buffer]) -> None:
-        self._rows: dict[Key, list[Row]] = {}
-        for row in rows:
-            self._rows.setdefault(row.key, []).append(row)
+    def __init__(self, rows: Mapping[int, Iterable[Row]], buffers: Mapping[str, Buffer]) -> None:
+        self._rows: dict[tuple[int, Key], list[Row]] = {}
+        for endpoint, own in rows.items():
+            for row in own:
+                self._rows.setdefault((endpoint, row.key), []).append(row)
         self._buffers = buffers
         self._tensors: dict[str, torch.Tensor] = {}
 
-    def find(self, key: Key, box: Box | None) -> Row | None:
-        """The row that holds all of `box`, or None."""
-        for row in self._rows.get(key, ()):
+    def find(self, endpoint: int, key: Key, box: Box | None) -> Row | None:
+        """The endpoint's row that holds all of `box`, or None."""
+        for row in self._rows.get((endpoint, key), ()):
             if box is None or row.box.contains(box):
                 return row
         return None
 
-    def view(self, key: Key, box: Box) -> torch.Tensor:
+    def view(self, endpoint: int, key: Key, box: Box) -> torch.Tensor:
         """The elements of `box`, as a view of the framework's own storage, in the box's shape."""
-        row = self.find(key, box)
+        row = self.find(endpoint, key, box)
         if row is None:
-            raise KeyError(f"{key} {box}: no row of this seat holds it")
+            raise KeyError(f"{key} {box}: no row of endpoint {endpoint} holds it here")
         return self.flat(row.buffer).as_strided(box.shape, row.strides, row.offset_of(box.lo))
 
     def flat(self, buffer: str) -> torch.Tensor:
@@ -167,11 +170,11 @@ class _Run:
 
     def local(self, plan: SeatPlan) -> None:
         """Zeros, resident copies, and what lies in files."""
-        for key, box in plan.fills:
-            self._target.view(key, box).zero_()
+        for endpoint, key, box in plan.fills:
+            self._target.view(endpoint, key, box).zero_()
             self.moved.filled += box.volume * itemsize(self._matched.by_target[key].target.dtype)
         for move in plan.local:
-            self._copy(self._read(move), self._target.view(move.key, move.box), move)
+            self._copy(self._read(move), self._into(move), move)
             self.moved.copied += move.nbytes
 
     def start(self, half: int, chunk: Chunk) -> tuple[int, list[_Packed], Posted]:
@@ -205,15 +208,19 @@ class _Run:
                 self.moved.received += piece.move.nbytes
                 if piece.at >= 0:
                     staged = self._staged(half, piece)
-                    self._target.view(piece.move.key, piece.move.box).copy_(staged)
+                    self._into(piece.move).copy_(staged)
                 else:
                     self.moved.direct += piece.move.nbytes
 
     def _read(self, move: Move) -> torch.Tensor:
-        return self._source.view(self._matched.by_target[move.key].source.key, move.box)
+        key = self._matched.by_target[move.key].source.key
+        return self._source.view(move.source, key, move.box)
+
+    def _into(self, move: Move) -> torch.Tensor:
+        return self._target.view(move.target, move.key, move.box)
 
     def _direct_target(self, move: Move) -> bool:
-        return self._is_direct(self._target.view(move.key, move.box), move.wire)
+        return self._is_direct(self._into(move), move.wire)
 
     def _direct_source(self, move: Move) -> bool:
         return self._is_direct(self._read(move), move.wire)
@@ -227,7 +234,7 @@ class _Run:
         move = message.pieces[0].move
         if message.at >= 0:
             return self._stages[half][message.at : message.at + message.nbytes]
-        view = self._read(move) if side is self._source else side.view(move.key, move.box)
+        view = self._read(move) if side is self._source else self._into(move)
         return view.reshape(-1).view(torch.uint8)
 
     def _staged(self, half: int, piece: _Piece) -> torch.Tensor:
@@ -241,10 +248,10 @@ class _Run:
     def _copy(self, source: torch.Tensor, target: torch.Tensor, move: Move) -> None:
         """Copy with a cast where the dtypes differ; a narrowing one is checked if it has to be exact."""
         if source.dtype == target.dtype or self._narrow == "allow":
-            target.copy_(source)
+            cast_into(target, source)
             return
         widens = target.dtype.itemsize > source.dtype.itemsize
-        target.copy_(source)
+        cast_into(target, source)
         if widens:
             return
         for part, cast in zip(_slabs(source), _slabs(target), strict=True):
@@ -304,7 +311,7 @@ def _slabs(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         for part in tensor.unbind(0):
             yield from _slabs(part)
         return
-    yield from tensor.split(max(_CAST // inner, 1), 0)
+    yield from torch.split(tensor, max(_CAST // inner, 1), 0)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -123,6 +123,8 @@ def _family(dtype: str) -> str:
         return "bool"
     if dtype.startswith(("int", "uint")):
         return "integer"
+    if dtype == "float8_e8m0fnu":
+        return "scale"  # powers of two only: not every other float type can hold them
     return "complex" if dtype.startswith("complex") else "float"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,6 +11,8 @@ from dynadapt.vps.box import linear_index
 from dynadapt.vps.keys import itemsize, wire_dtype
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from dynadapt.errors import Finding
     from dynadapt.vps.box import Box
     from dynadapt.vps.keys import Key, KeySpec
@@ -74,9 +75,13 @@ class Match:
         return {pair.target.key: pair for pair in self.pairs}
 
     @cached_property
-    def by_source(self) -> dict[Key, Pair]:
-        """Source key -> pair, for the pairs that move."""
-        return {pair.source.key: pair for pair in self.pairs if not pair.fill}
+    def by_source(self) -> dict[Key, tuple[Pair, ...]]:
+        """Source key -> the pairs that it serves: several where the target does not tie its names."""
+        found: dict[Key, tuple[Pair, ...]] = {}
+        for pair in self.pairs:
+            if not pair.fill:
+                found[pair.source.key] = (*found.get(pair.source.key, ()), pair)
+        return found
 
     @cached_property
     def offsets(self) -> dict[Key, int]:
@@ -120,7 +125,7 @@ class SeatPlan:
 
     seat: int
     moves: tuple[Move, ...]
-    fills: tuple[tuple[Key, Box], ...]
+    fills: tuple[tuple[int, Key, Box], ...]
     minimum: int
     findings: tuple[Finding, ...] = ()
 
@@ -179,7 +184,10 @@ class SeatPlan:
                 }
                 for m in self.moves
             ],
-            "fills": [{"key": str(k), "lo": list(b.lo), "hi": list(b.hi)} for k, b in self.fills],
+            "fills": [
+                {"key": str(k), "lo": list(b.lo), "hi": list(b.hi), "target": e}
+                for e, k, b in self.fills
+            ],
         }
 
 

@@ -39,7 +39,7 @@ def plan_for(
     """
     chooser = _Chooser(source, target, matched, options)
     moves: set[Move] = set()
-    fills: list[tuple[Key, Box]] = []
+    fills: list[tuple[int, Key, Box]] = []
     findings: list[Finding] = []
     minimum = 0
     for endpoint in _mine(seat, target, options):
@@ -48,7 +48,7 @@ def plan_for(
             if pair is None:
                 continue
             if pair.fill:
-                fills.append((row.key, row.box))
+                fills.append((endpoint, row.key, row.box))
                 continue
             own = list(chooser.moves(pair, row.box, endpoint))
             served = sum(move.box.volume for move in own)
@@ -58,13 +58,11 @@ def plan_for(
                 minimum += chooser.missing(pair, row.box, endpoint) * itemsize(pair.wire)
             moves.update(m for m in own if endpoint == seat or (m.source < 0 and endpoint < 0))
     for row in source.rows(seat):
-        pair = matched.by_source.get(row.key)
-        if pair is None:
-            continue
-        for holder in target.holders(pair.target.key, row.box):
-            if holder.endpoint != seat:
-                served_there = chooser.moves(pair, holder.box, holder.endpoint)
-                moves.update(m for m in served_there if m.source == seat)
+        for pair in matched.by_source.get(row.key, ()):
+            for holder in target.holders(pair.target.key, row.box):
+                if holder.endpoint != seat:
+                    served_there = chooser.moves(pair, holder.box, holder.endpoint)
+                    moves.update(m for m in served_there if m.source == seat)
     shapes = {pair.target.key: pair.target.shape for pair in matched.pairs}
     ordered = sorted(moves, key=lambda move: canonical(move, shapes))
     return SeatPlan(seat, tuple(ordered), tuple(fills), minimum, tuple(findings))
@@ -149,7 +147,9 @@ class _Chooser:
         """
         if pair.source.key in self._options.first_only:
             cells = self.cells(pair, box)
-            return sum(cell.volume for cell, (first,) in cells if first not in {target} and first >= 0)
+            return sum(
+                cell.volume for cell, (first,) in cells if first not in {target} and first >= 0
+            )
         holders = self._source.holders(pair.source.key, box)
         if any(holder.endpoint < 0 for holder in holders):
             return 0

@@ -63,7 +63,8 @@ def traffic(plan: SeatPlan, matched: Match, edges: NDArray[np.int64]) -> NDArray
         last = base + linear_index([high - 1 for high in move.box.hi], spec.shape) * size
         low = int(np.searchsorted(edges, first, "right")) - 1
         high = int(np.searchsorted(edges, last, "right"))
-        found[low] += 16  # a piece starts on a multiple of 16 bytes
+        # Pieces start on multiples of 16 bytes; a border cuts a move into this many at most.
+        found[low:high] += 16 if high - low == 1 else 16 * max(2 * len(spec.shape) - 1, 1)
         before = 0
         for cell in range(low, high):
             upto = -(-(int(edges[cell + 1]) - base) // size)
@@ -76,7 +77,7 @@ def traffic(plan: SeatPlan, matched: Match, edges: NDArray[np.int64]) -> NDArray
 def cut(busiest: NDArray[np.int64], edges: NDArray[np.int64], budget: int) -> tuple[int, ...]:
     """Chunk borders (canonical bytes) such that two chunks of the busiest seat fit the budget.
 
-    `busiest` is the maximum over seats of `traffic`. A single cell that is larger is a chunk by itself.
+    `busiest` is the maximum over seats of `traffic`. A single cell that is larger is cut evenly.
 
     >>> cut(np.array([5, 5, 5]), np.array([0, 10, 20, 30]), 20)
     (0, 20, 30)
@@ -88,6 +89,11 @@ def cut(busiest: NDArray[np.int64], edges: NDArray[np.int64], budget: int) -> tu
             borders.append(int(edges[cell]))
             held = 0
         held += amount
+        if held > share:  # one cell, which many seats want from one
+            low, high = int(edges[cell]), int(edges[cell + 1])
+            parts = min(-(-held // share), high - low)
+            borders += (low + (high - low) * part // parts for part in range(1, parts))
+            held = -(-held // parts)
     borders.append(int(edges[-1]))
     return tuple(borders)
 

@@ -7,6 +7,7 @@ shape has no elements and needs no box. All functions are pure and know no frame
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -118,7 +119,9 @@ class Span:
         """Lower the span to at most `2 * ndim - 1` boxes, in row-major order."""
         total = prod(shape)
         if self.stop > total:
-            raise ValueError(f"span [{self.start}, {self.stop}) leaves a tensor of {total} elements")
+            raise ValueError(
+                f"span [{self.start}, {self.stop}) leaves a tensor of {total} elements"
+            )
         return tuple(_span_boxes(self.start, self.stop, tuple(shape), ()))
 
 
@@ -213,7 +216,9 @@ def boxes_in_span(box: Box, shape: Sequence[int], start: int, stop: int) -> tupl
     last = linear_index(tuple(high - 1 for high in box.hi), shape)
     if start <= first and last < stop:
         return (box,)
-    span = Span(max(start, 0), min(stop, prod(shape))) if start < stop else Span(0, 0)
+    span = Span(max(start, first), max(min(stop, last + 1), start, first))
+    if span.start >= min(stop, last + 1):
+        return ()
     parts = (piece.intersect(box) for piece in span.boxes(shape))
     return tuple(part for part in parts if part is not None)
 
@@ -274,14 +279,14 @@ def _refine(
 ) -> Iterator[tuple[Box, tuple[int, ...]]]:
     """Cells of boxes that overlap in part: a slab sweep, dim by dim."""
 
-    def sweep(members: list[Box], dim: int, lo: tuple[int, ...], hi: tuple[int, ...]) -> Iterator[
-        tuple[Box, tuple[int, ...]]
-    ]:
+    def sweep(
+        members: list[Box], dim: int, lo: tuple[int, ...], hi: tuple[int, ...]
+    ) -> Iterator[tuple[Box, tuple[int, ...]]]:
         if dim == group[0].ndim:
             yield Box(lo, hi), tuple(sorted(n for box in members for n in classes[box]))
             return
         cuts = sorted({v for box in members for v in (box.lo[dim], box.hi[dim])})
-        for low, high in zip(cuts, cuts[1:], strict=False):
+        for low, high in itertools.pairwise(cuts):
             inside = [box for box in members if box.lo[dim] <= low and high <= box.hi[dim]]
             if inside:
                 yield from sweep(inside, dim + 1, (*lo, low), (*hi, high))
@@ -311,7 +316,7 @@ def _gaps(members: list[Box], within: Box, dim: int) -> Iterator[Box]:
     cuts = {within.lo[dim], within.hi[dim]}
     cuts |= {v for box in members for v in (box.lo[dim], box.hi[dim])}
     edges = sorted(cuts)
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in itertools.pairwise(edges):
         inside = [box for box in members if box.lo[dim] <= low and high <= box.hi[dim]]
         slab = Box(
             (*within.lo[:dim], low, *within.lo[dim + 1 :]),

@@ -167,7 +167,9 @@ class RowLayout:
                 return row
             return Row(Key(name, row.key.slot), row.box, row.buffer, row.offset, row.strides)
 
-        return cls(keys, {e: [canonical(row) for row in rows] for e, (_, rows) in described.items()})
+        return cls(
+            keys, {e: [canonical(row) for row in rows] for e, (_, rows) in described.items()}
+        )
 
     @property
     def keys(self) -> tuple[KeySpec, ...]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dynadapt.errors import DynadaptError
-from dynadapt.vps.box import Box
+from dynadapt.vps.box import MAX_DIMS, Box
 from dynadapt.vps.keys import Key, KeySpec
 from dynadapt.vps.layout import Row
 
@@ -48,7 +48,7 @@ def _plain(dtype: np.dtype[Any]) -> bool:
 
 
 def encodable(value: Any) -> bool:
-    """Whether `encode` can carry a value: plain Python values, numpy arrays, CPU tensors.
+    """Whether `encode` can carry a value: plain Python values, numpy numbers and arrays.
 
     >>> encodable({"lr": 0.1, "betas": (0.9, 0.95)}), encodable(object())
     (True, False)
@@ -59,7 +59,7 @@ def encodable(value: Any) -> bool:
         return all(map(encodable, value))
     if isinstance(value, dict):
         return all(isinstance(k, str | int) for k in value) and all(map(encodable, value.values()))
-    return isinstance(value, np.ndarray) and _plain(value.dtype)
+    return isinstance(value, np.ndarray | np.generic) and _plain(value.dtype)
 
 
 def encode(value: Any) -> bytes:
@@ -120,14 +120,20 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
     if length > len(view) - _HEAD.size:
         raise WireError("the header is cut off", reason="wire-short")
     try:
-        header = json.loads(bytes(view[_HEAD.size : _HEAD.size + length]))
+        header = json.loads(
+            bytes(view[_HEAD.size : _HEAD.size + length]), parse_constant=_no_constant
+        )
     except (ValueError, RecursionError) as error:
         raise WireError(f"the header is not JSON: {error}", reason="wire-json") from None
     body = view[_HEAD.size + length :]
     try:
         return _lift(header, body)
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise WireError(f"malformed value: {error}", reason="wire-form") from None
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _lift(item: Any, body: memoryview) -> Any:
@@ -180,18 +186,21 @@ def encode_specs(specs: Iterable[KeySpec]) -> list[dict[str, Any]]:
 
 
 def decode_specs(items: Sequence[dict[str, Any]]) -> tuple[KeySpec, ...]:
-    """The inverse of `encode_specs`."""
-    return tuple(
-        KeySpec(
-            **{
-                **item,
-                "key": Key(*item["key"]),
-                "shape": tuple(item["shape"]),
-                "aliases": tuple(item["aliases"]),
-            }
+    """The inverse of `encode_specs`; raises `WireError` for anything else."""
+    try:
+        return tuple(
+            KeySpec(
+                **{
+                    **item,
+                    "key": Key(*item["key"]),
+                    "shape": tuple(item["shape"]),
+                    "aliases": tuple(item["aliases"]),
+                }
+            )
+            for item in items
         )
-        for item in items
-    )
+    except (KeyError, TypeError, ValueError) as error:
+        raise WireError(f"malformed key: {error}", reason="wire-form") from None
 
 
 def encode_rows(rows: Sequence[Row]) -> dict[str, Any]:
@@ -212,15 +221,21 @@ def encode_rows(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def decode_rows(item: dict[str, Any]) -> tuple[Row, ...]:
-    """The inverse of `encode_rows`."""
-    keys = [Key(*key) for key in item["keys"]]
-    flat = item["rows"].tolist()
-    rows: list[Row] = []
-    at = 0
-    while at < len(flat):
-        key, buffer, offset, ndim = flat[at : at + 4]
-        at += 4
-        lo, hi, strides = (tuple(flat[at + i * ndim : at + (i + 1) * ndim]) for i in range(3))
-        at += 3 * ndim
-        rows.append(Row(keys[key], Box(lo, hi), item["buffers"][buffer], offset, strides))
+    """The inverse of `encode_rows`; raises `WireError` for anything else."""
+    try:
+        keys = [Key(*key) for key in item["keys"]]
+        buffers = dict(enumerate(item["buffers"]))
+        flat = item["rows"].tolist()
+        rows: list[Row] = []
+        at = 0
+        while at < len(flat):
+            key, buffer, offset, ndim = flat[at : at + 4]
+            if not 0 <= ndim <= MAX_DIMS or key < 0:
+                raise ValueError(f"row of {ndim} dims of key {key}")
+            at += 4
+            lo, hi, strides = (tuple(flat[at + i * ndim : at + (i + 1) * ndim]) for i in range(3))
+            at += 3 * ndim
+            rows.append(Row(keys[key], Box(lo, hi), buffers[buffer], offset, strides))
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise WireError(f"malformed row: {error}", reason="wire-form") from None
     return tuple(rows)

@@ -36,12 +36,26 @@ class Setup:
     clip: float = 0.0
     hidden: int = 5
     scheduler: bool = False
+    empty: bool = False
     zero: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     hyper: Mapping[str, Any] = field(default_factory=dict)
 
 
 VOCABULARY, SAMPLES = 7, 3
+
+
+@dataclass
+class Counter:
+    """A user's object with a state."""
+
+    value: int
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.value = state["value"]
 
 
 def model_of(setup: Setup) -> torch.nn.Module:
@@ -67,6 +81,8 @@ def model_of(setup: Setup) -> torch.nn.Module:
             self.blocks = nn.ModuleList(Block() for _ in range(2))
             self.head = nn.Linear(setup.hidden, VOCABULARY, bias=False)
             self.unused = nn.Linear(3, 2)
+            if setup.empty:
+                self.none = nn.Parameter(torch.zeros(0, 3))
             if setup.tied:
                 self.head.weight = self.embed.weight
             self.register_buffer("count", torch.tensor([3, 4]))

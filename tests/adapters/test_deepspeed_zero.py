@@ -14,8 +14,6 @@ from tests.adapters import _zero_engines as zero
 from tests.adapters._zero_engines import Setup
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from tests._ranks import Pool
 
 # --- described == gathered by DeepSpeed -------------------------------------------------------
@@ -90,7 +88,13 @@ def _described(rank: int, world_size: int, setups: dict[str, Setup]) -> dict[str
 def test_described_is_what_deepspeed_gathers(ranks2: Pool) -> None:
     slots = ranks2.run(_described, DESCRIBED, timeout=300)[0]
     base = ["buffer", "compute", "param"]
-    assert slots["bf16, two groups, frozen"] == ["buffer", "compute", "exp_avg", "exp_avg_sq", "param"]
+    assert slots["bf16, two groups, frozen"] == [
+        "buffer",
+        "compute",
+        "exp_avg",
+        "exp_avg_sq",
+        "param",
+    ]
     # Also pure fp32 weights are a copy of the masters here.
     assert slots["fp32"] == ["buffer", "compute", "exp_avg", "exp_avg_sq", "param"]
     assert "max_exp_avg_sq" in slots["fp16"]
@@ -102,6 +106,44 @@ def test_described_is_what_deepspeed_gathers(ranks2: Pool) -> None:
 def test_described_on_four_ranks_with_secondary_partitions(ranks4: Pool) -> None:
     uneven = Setup(hidden=3, zero={"sub_group_size": 20})
     ranks4.run(_described, {"hpZ": HPZ, "ranks that own nothing": uneven}, timeout=300)
+
+
+def _outlive(rank: int, world_size: int) -> None:
+    import gc
+    import weakref
+
+    from deepspeed.runtime.zero.partitioned_param_coordinator import (
+        PartitionedParameterCoordinator,
+    )
+
+    from dynadapt.adapters.live.deepspeed_zero import DeepSpeedZeroAdapter
+    from dynadapt.protocols import TrainState
+    from tests import _ranks
+
+    adapter, engine = DeepSpeedZeroAdapter(), zero.engine_of(Setup(frozen=True))
+    zero.train(engine, 0, 2)
+    adapter.quiesce(TrainState(engine))
+    described = adapter.describe(TrainState(engine))
+    full = zero.full_state(described)
+    module, optimizer = weakref.ref(engine.module), weakref.ref(engine.optimizer)
+    engine.destroy()
+    del engine
+    _ranks._reset_deepspeed()  # DeepSpeed's globals hold the engine
+    # So does a cache of a method of the class, whose keys are all coordinators that there were.
+    for cell in PartitionedParameterCoordinator.__dict__[
+        "_PartitionedParameterCoordinator__params_to_release"
+    ].__closure__:
+        if hasattr(cell.cell_contents, "cache_clear"):
+            cell.cell_contents.cache_clear()
+    gc.collect()
+    assert module() is None
+    assert optimizer() is None
+    for key, value in zero.full_state(described).items():
+        np.testing.assert_array_equal(value, full[key], str(key))
+
+
+def test_described_outlives_the_engine(ranks2: Pool) -> None:
+    ranks2.run(_outlive)
 
 
 # --- there and on -----------------------------------------------------------------------------
@@ -185,13 +227,38 @@ def _move(
     )
     zero.write_rows(prepared, full)
     aux = {item.path: item for item in described.aux}
-    outcomes = adapter.finish(states[1], described.specs, described.scalars, aux)
+    voted: list[None] = []
+    outcomes = adapter.finish(
+        states[1], described.specs, described.scalars, aux, lambda: voted.append(None)
+    )
     assert {outcome.kind for outcome in outcomes} == {"exact"}, outcomes
+    assert voted == [None]
     _check_equal_state(adapter.describe(states[1]), described, full)
-    losses = []
-    for engine in (source, target):
-        losses.append([zero.evaluate(engine), *zero.train(engine, first, first, same)])
-    return losses[0], losses[1]
+    _check_copies(target)
+    return _goes_on(source, first, same), _goes_on(target, first, same)
+
+
+def _goes_on(engine: Any, first: int, same: bool) -> list[float]:
+    return [zero.evaluate(engine), *zero.train(engine, first, first, same)]
+
+
+def _check_copies(engine: Any) -> None:
+    """Persistent parameters are whole again; padding and old gradients are zero."""
+    import torch
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    from dynadapt.adapters.live._deepspeed_zero3 import Zero3
+
+    view = Zero3(engine)
+    for share in view.shares:
+        param: Any = share.named.tensor
+        whole = param.ds_status == ZeroParamStatus.AVAILABLE
+        assert whole == param.ds_persist == (param.numel() == param.ds_numel > 0)
+        padded = [share.partition]
+        if share.sub_group >= 0:
+            padded = [view.master(share), *view.slots(share.sub_group).values()]
+        assert not any(torch.any(share.padding(flat)) for flat in padded)
+    assert not torch.any(view.optimizer.grad_partitions_flat_buffer)
 
 
 def _check_equal_state(written: Any, described: Any, full: Any) -> None:
@@ -257,7 +324,12 @@ def test_training_goes_on_with_secondary_partitions(ranks4: Pool) -> None:
 # With equal samples on all ranks, and powers of two of them, gradients do not depend on the ranks.
 WIDE = Setup(frozen=True, scheduler=True, accumulate=2)
 NARROW = Setup(
-    frozen=True, scheduler=True, accumulate=2, seed=1, groups="reversed", zero={"sub_group_size": 50}
+    frozen=True,
+    scheduler=True,
+    accumulate=2,
+    seed=1,
+    groups="reversed",
+    zero={"sub_group_size": 50},
 )
 
 
@@ -285,7 +357,8 @@ def _arrive(
     state = TrainState(engine)
     adapter.quiesce(state)
     zero.write_rows(adapter.prepare(state, specs), full)
-    outcomes = adapter.finish(state, specs, scalars, {item.path: item for item in aux})
+    by_path = {item.path: item for item in aux}
+    outcomes = adapter.finish(state, specs, scalars, by_path, lambda: None)
     told = [str(outcome.path) for outcome in outcomes if outcome.kind != "exact"]
     return zero.train(engine, 4, 4, same=True), told
 
@@ -301,6 +374,91 @@ def test_training_goes_on_on_other_numbers_of_ranks(
     for losses, told in second.run(_arrive, NARROW, full, specs, scalars, aux, timeout=300):
         assert losses == expected
         assert told == ["behaviour/train_batch_size"]
+
+
+OPERATORS = {
+    "FusedAdam": (
+        Setup(optimizer="FusedAdam"),
+        Setup(optimizer="FusedAdam", seed=1, groups="reversed", zero={"sub_group_size": 30}),
+    ),
+    "DeepSpeedCPUAdam": (
+        Setup(optimizer="DeepSpeedCPUAdam", zero={"offload_optimizer": {"device": "cpu"}}),
+        Setup(optimizer="DeepSpeedCPUAdam", seed=1, zero={"sub_group_size": 30}),
+    ),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stepped", [0, 2], ids=["into fresh engines", "into stepped engines"])
+def test_training_goes_on_with_compiled_optimizers(ranks2: Pool, stepped: int) -> None:
+    """DeepSpeed compiles these at first use, which takes minutes."""
+    for losses in ranks2.run(_moves, OPERATORS, stepped, timeout=600):
+        for name, (source, target) in losses.items():
+            assert source == target, name
+
+
+def _aside(rank: int, world_size: int) -> dict[str, list[str]]:
+    """Moves between engines that differ in what is not a tensor; what is said of each."""
+    return {
+        "fp16 to bf16": _told(Setup(dtype="float16", accumulate=2, clip=0.5), Setup(accumulate=4)),
+        "bf16 to fp16": _told(Setup(scheduler=True), Setup(dtype="float16")),
+        "static scale": _told(
+            Setup(dtype="float16"),
+            Setup(dtype="float16", config={"fp16": {"enabled": True, "loss_scale": 8}}),
+        ),
+        "never stepped": _told(Setup(), Setup(seed=1), steps=0),
+    }
+
+
+def _told(setup: Setup, other: Setup, steps: int = 3) -> list[str]:
+    """Move, check what must hold whatever the difference, and return what was not exact."""
+    import torch
+
+    from dynadapt.adapters.live.deepspeed_zero import DeepSpeedZeroAdapter
+    from dynadapt.protocols import TrainState
+
+    adapter = DeepSpeedZeroAdapter()
+    source, target = zero.engine_of(setup), zero.engine_of(other)
+    zero.train(source, 0, steps * setup.accumulate)
+    ema = {"unused.weight": torch.ones(2, 3), "blocks.0.scale": torch.full((1,), 2.0)}
+    counter = zero.Counter(7)
+    here = TrainState(
+        source, extra={"ema": ema}, samples=40, user={"c": counter}, counters={"epoch": 3}
+    )
+    there = TrainState(target, user={"c": zero.Counter(0)}, counters={"epoch": 0})
+    adapter.quiesce(here)
+    adapter.quiesce(there)
+    described = adapter.describe(here)
+    full = zero.full_state(described)
+    assert full["unused.weight", "extra:ema"].tolist() == torch.ones(2, 3).tolist()
+    prepared = adapter.prepare(there, described.specs)
+    assert bool(prepared.allocated) == bool(steps) == bool(described.scalars)
+    zero.write_rows(prepared, full)
+    aux = {item.path: item for item in described.aux}
+    outcomes = adapter.finish(there, described.specs, described.scalars, aux, lambda: None)
+    assert there.user["c"].value == 7
+    assert there.counters == {"epoch": 3}
+    assert (target.global_steps, target.global_samples) == (steps, source.global_samples)
+    adapter.quiesce(there)  # still at a step boundary in its own accumulation
+    zero.train(target, 0, other.accumulate)
+    assert target.global_steps == steps + 1
+    return sorted(str(outcome.path) for outcome in outcomes if outcome.kind != "exact")
+
+
+def test_what_differs_is_said(ranks2: Pool) -> None:
+    always = ["extra:ema"]
+    behaviour = ["gradient_accumulation_steps", "gradient_clipping", "loss_scaling", "precision"]
+    assert ranks2.run(_aside, timeout=200)[0] == {
+        "fp16 to bf16": [
+            *(f"behaviour/{name}" for name in [*behaviour, "train_batch_size"]),
+            "counters/micro_steps",
+            *always,
+            "scaler",
+        ],
+        "bf16 to fp16": ["behaviour/precision", *always, "scaler", "scheduler"],
+        "static scale": ["behaviour/loss_scaling", *always, "scaler"],
+        "never stepped": always,
+    }
 
 
 # --- refusals, and going back -----------------------------------------------------------------
@@ -415,11 +573,35 @@ def _refusals(rank: int, world_size: int) -> dict[str, Any]:
     class Unknown(torch.optim.AdamW):
         pass
 
+    for name, extra in {
+        "extra of a wrong shape": {"unused.weight": torch.ones(3, 2)},
+        "extra of no parameter": {"unused.heavy": torch.ones(2, 3)},
+    }.items():
+        found[name] = _refused(adapter.describe, TrainState(engine, extra={"ema": extra}))
     fresh = zero.engine_of(Setup())
     fresh.optimizer.optimizer.__class__ = Unknown
     found["unknown"] = _refused(adapter.prepare, TrainState(fresh), keys)
     assert not fresh.optimizer.optimizer.state
     return found
+
+
+def _empty(rank: int, world_size: int) -> None:
+    """DeepSpeed 0.19.8 builds an engine with a parameter of no elements, but cannot run it."""
+    from dynadapt.adapters.live.deepspeed_zero import DeepSpeedZeroAdapter
+    from dynadapt.protocols import TrainState
+
+    adapter, state = DeepSpeedZeroAdapter(), TrainState(zero.engine_of(Setup(empty=True)))
+    adapter.quiesce(state)
+    described = adapter.prepare(state, ())
+    (spec,) = (spec for spec in described.specs if spec.key.name == "none")
+    assert (spec.key.slot, spec.shape, spec.trainable) == ("param", (0, 3), True)
+    assert not [row for row in described.rows if row.key.name == "none"]
+    assert zero.full_state(described)["none", "param"].shape == (0, 3)
+    adapter.finish(state, described.specs, {}, {}, lambda: None)
+
+
+def test_a_parameter_without_elements_has_a_key_and_no_rows(ranks2: Pool) -> None:
+    ranks2.run(_empty)
 
 
 def test_refusals_name_every_place_at_once(ranks2: Pool) -> None:
@@ -434,6 +616,11 @@ def test_refusals_name_every_place_at_once(ranks2: Pool) -> None:
         "tensor parallel": ["unsupported-parallel"],
         "odd state": ["unsupported-state"] * 2,
         "unknown": ["unknown-optimizer"] * 2,
+        "extra of a wrong shape": ["unsupported-state"] * 2 + ["extra-shape"],
+        "extra of no parameter": ["unsupported-state"] * 2 + ["extra-shape"],
     }
-    assert [where for _, where, _ in found["odd state"]] == ["embed.weight/trace", "blocks.0.scale/trace"]
+    assert [where for _, where, _ in found["odd state"]] == [
+        "embed.weight/trace",
+        "blocks.0.scale/trace",
+    ]
     assert [where for _, where, _ in found["unknown"]] == ["embed.weight", "blocks.0.scale"]

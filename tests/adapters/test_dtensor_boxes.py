@@ -38,9 +38,7 @@ def indices(shape: Sequence[int]) -> np.ndarray:
     return np.arange(prod(shape), dtype=np.int64).reshape(tuple(shape))
 
 
-def assembled(
-    shape: Sequence[int], result: tuple[tuple[int, ...], tuple[Any, ...]]
-) -> np.ndarray:
+def assembled(shape: Sequence[int], result: tuple[tuple[int, ...], tuple[Any, ...]]) -> np.ndarray:
     """The local tensor of indices that the boxes describe; -1 where none says anything."""
     whole, (local_shape, boxes) = indices(shape), result
     local = np.full(local_shape, -1, np.int64)

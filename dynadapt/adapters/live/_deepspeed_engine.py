@@ -11,10 +11,9 @@ from dynadapt.protocols import AuxItem, Outcome
 from dynadapt.vps.wire import encodable
 
 __all__ = [
-    "apply_behaviour",
     "apply_counters",
     "apply_scaler",
-    "behaviour_item",
+    "behaviour",
     "counters_of",
     "scaler_item",
 ]
@@ -27,9 +26,7 @@ def counters_of(engine: Any) -> dict[str, int]:
     return {name: int(getattr(engine, name)) for name in COUNTERS}
 
 
-def apply_counters(
-    engine: Any, own: dict[str, int], item: AuxItem | None
-) -> tuple[Outcome, ...]:
+def apply_counters(engine: Any, own: dict[str, int], item: AuxItem | None) -> tuple[Outcome, ...]:
     """Set the engine's counts, and those of `own` that the source has under the same name.
 
     `micro_steps` must say "at a boundary" in the target's own accumulation, and absent counts follow
@@ -96,12 +93,8 @@ def apply_scaler(optimizer: Any, item: AuxItem | None) -> tuple[Outcome, ...]:
     return (Outcome("scaler", "derived", "the scale only: the classes differ"),)
 
 
-def behaviour_item(engine: Any) -> AuxItem:
+def behaviour(engine: Any) -> dict[str, Any]:
     """What the engine does to a step by configuration rather than by state."""
-    return AuxItem("behaviour", _behaviour(engine))
-
-
-def _behaviour(engine: Any) -> dict[str, Any]:
     if engine.fp16_enabled():
         scaling = "dynamic" if engine.optimizer.loss_scaler.dynamic else "static"
     else:
@@ -118,18 +111,3 @@ def _behaviour(engine: Any) -> dict[str, Any]:
         "loss_scaling": scaling,
         "scheduler": engine.scheduler_name(),
     }
-
-
-def apply_behaviour(engine: Any, item: AuxItem | None) -> tuple[Outcome, ...]:
-    """Say what the source did that this engine does not do, or does otherwise."""
-    if item is None:
-        return ()
-    own = _behaviour(engine)
-    told = {"framework", "zero_stage"}
-    return tuple(
-        Outcome(
-            f"behaviour/{name}", "dropped", f"{value!r} in the source, {own[name]!r} in the target"
-        )
-        for name, value in sorted(item.value.items())
-        if name in own and name not in told and value != own[name]
-    )

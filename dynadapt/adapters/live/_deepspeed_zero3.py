@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from dynadapt.adapters._common import (
     BufferTable,
@@ -24,8 +23,8 @@ from dynadapt.adapters._common import (
     plain,
 )
 from dynadapt.errors import Finding
-from dynadapt.vps.box import Span
-from dynadapt.vps.keys import Key, KeySpec
+from dynadapt.vps.box import Box, Span
+from dynadapt.vps.keys import Key, KeySpec, canonical_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -84,9 +83,9 @@ class Zero3:
         place: dict[int, tuple[int, int]] = {}
         for index, members in enumerate(self.optimizer.fp16_groups):
             offset = 0
-            for param in members:
-                place[id(param)] = (index, offset)
-                offset += param.partition_numel()
+            for member in members:
+                place[id(member)] = (index, offset)
+                offset += member.partition_numel()
         for named in named_parameters(self.engine.module):
             param: Any = named.tensor
             padded = param.ds_tensor.ds_numel
@@ -98,23 +97,6 @@ class Zero3:
             index, offset = place[id(param)]
             group = self.optimizer.sub_group_to_group_id[index]
             yield Share(named, span, padded, index, offset, group)
-
-    # --- what cannot be worked on -------------------------------------------------------------
-
-    @staticmethod
-    def unsupported(engine: Any) -> list[Finding]:
-        """Every reason why this engine's state is not made of ordinary flat tensors."""
-        optimizer = engine.optimizer
-        if type(optimizer) is not DeepSpeedZeroOptimizer_Stage3:
-            return [
-                Finding(
-                    "unsupported-stage",
-                    "the engine's optimizer",
-                    f"it is a {type(optimizer).__name__}, not ZeRO-3's own optimizer",
-                    "build the engine with an optimizer, without MiCS and SuperOffload",
-                )
-            ]
-        return [*_offload_findings(optimizer), *_shape_findings(engine)]
 
     # --- a step boundary ----------------------------------------------------------------------
 
@@ -155,7 +137,8 @@ class Zero3:
 
     def slots(self, sub_group: int) -> dict[str, torch.Tensor]:
         """The sub-group's state tensors that are shaped like its master."""
-        return {k: v for k, v in self.state(sub_group).items() if not _is_scalar(k, v)}
+        flat = self.optimizer.fp32_partitioned_groups_flat[sub_group]
+        return {k: v for k, v in self.state(sub_group).items() if _is_slot(k, v, flat)}
 
     def scalars(self, sub_group: int) -> dict[str, int | float]:
         """The sub-group's state numbers; a whole step count is an integer."""
@@ -176,10 +159,32 @@ class Zero3:
                     "use an optimizer whose state has the shape of its parameter",
                 )
                 for label, value in self.state(index).items()
-                if not _is_scalar(label, value)
-                and not (isinstance(value, torch.Tensor) and value.shape == flat.shape)
+                if not _is_scalar(label, value) and not _is_slot(label, value, flat)
             ]
         return findings
+
+    def describe_extra(
+        self, table: BufferTable, label: str, tensors: Mapping[str, torch.Tensor]
+    ) -> tuple[list[KeySpec], list[Finding]]:
+        """A user's copies of parameters: whole on every rank, or cut as DeepSpeed cuts `ds_tensor`."""
+        by_name = {n: s for s in self.shares for n in (s.named.name, *s.named.aliases)}
+        specs: list[KeySpec] = []
+        findings: list[Finding] = []
+        for raw, tensor in sorted(tensors.items()):
+            name = canonical_name(raw)
+            share = by_name.get(name)
+            shape = tuple(tensor.shape)
+            if share is None or shape not in {share.shape, (share.padded,)}:
+                findings.append(_bad_extra(name, label, share, shape))
+                continue
+            trainable = share.named.tensor.requires_grad
+            spec = _spec(share, f"extra:{label}", tensor.dtype, trainable, kind="state")
+            specs.append(spec)
+            if shape == share.shape:
+                table.add(spec.key, Box.whole(shape), tensor.detach())
+            elif len(share.span):
+                table.add_flat(spec.key, share.span.boxes(share.shape), tensor.detach())
+        return specs, findings
 
     def describe(self, table: BufferTable) -> list[KeySpec]:
         """Rows of this rank's shares into `table`; the specs of all parameters."""
@@ -232,7 +237,7 @@ class Zero3:
         Nothing is made when there are findings. A sub-group none of whose members has state in the
         source stays without: that is the same state.
         """
-        held = {key for spec in keys if spec.kind == "state" for key in _names_of(spec)}
+        held = {key for spec in keys for key in _state_keys(spec)}
         wanted: dict[int, tuple[Share, set[str]]] = {}
         for share in self.shares:
             own = (share.named.name, *share.named.aliases)
@@ -247,16 +252,17 @@ class Zero3:
             if slots is None:
                 findings.append(_unknown(self.inner, share))
             elif labels.intersection(slots):
-                states[index] = fresh_state(self.inner, group, self.master(share).detach())
+                made = fresh_state(self.inner, group, self.master(share).detach())
+                states[index] = made or {}
         if findings:
             return [], 0, findings
-        made = []
+        flats = []
         for index, state in states.items():
             flat = self.optimizer.fp32_partitioned_groups_flat[index]
             self.inner.state[flat] = state
-            made.append(flat)
+            flats.append(flat)
         tensors = [t for s in states.values() for t in s.values() if isinstance(t, torch.Tensor)]
-        return made, sum(t.nbytes for t in tensors), []
+        return flats, sum(t.nbytes for t in tensors), []
 
     def set_scalars(self, scalars: Mapping[str, Mapping[str, int | float]]) -> None:
         """Write step counts and the like into the flat states: those of the member furthest on."""
@@ -276,10 +282,10 @@ class Zero3:
             if "step" in self.inner.param_groups[group]:
                 self.inner.param_groups[group]["step"] = int(step)
 
-    def rebuild(self) -> None:
-        """After a write to masters and frozen pieces: zero the padding, renew every copy.
+    def renew(self) -> None:
+        """After a write to masters and frozen pieces: renew the weights' pieces, zero what is stale.
 
-        A collective: all ranks gather the persistent parameters, also a rank whose shares are empty.
+        No communication; the persistent parameters are left to `gather_persistent`.
         """
         self.drop_copies()
         with torch.no_grad():
@@ -289,8 +295,20 @@ class Zero3:
                     continue
                 for flat in (self.master(share), *self.slots(share.sub_group).values()):
                     share.padding(flat).zero_()
+            # A parameter that a forward does not use is stepped with its last gradient again, so
+            # gradients of weights that are gone must not stay.
+            self.optimizer.grad_partitions_flat_buffer.zero_()
+            for flat in self.optimizer.fp32_partitioned_groups_flat:
+                if flat.grad is not None:
+                    flat.grad.zero_()
         for index in range(len(self.optimizer.fp16_groups)):
             self.optimizer._reassign_or_swap_out_partitioned_parameters(index)
+
+    def gather_persistent(self) -> None:
+        """Gather the parameters that stay whole between steps.
+
+        A collective: also a rank whose shares are empty takes part.
+        """
         persistent = self.optimizer.persistent_parameters
         if persistent:
             persistent[0].all_gather(persistent)
@@ -327,9 +345,9 @@ def _spec(share: Share, slot: str, dtype: torch.dtype, trainable: bool, **more: 
     )
 
 
-def _names_of(spec: KeySpec) -> tuple[Key, ...]:
-    """The key under each of its names, if the source really holds it."""
-    if not spec.moves:
+def _state_keys(spec: KeySpec) -> tuple[Key, ...]:
+    """The key of an optimizer's tensor under each of its names, if the source really holds it."""
+    if spec.kind != "state" or not spec.moves or spec.key.slot.startswith("extra:"):
         return ()
     return tuple(Key(name, spec.key.slot) for name in (spec.key.name, *spec.aliases))
 
@@ -343,6 +361,11 @@ def _is_scalar(label: str, value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.ndim == 0 or (label == "step" and value.numel() == 1)
     return isinstance(value, int | float)
+
+
+def _is_slot(label: str, value: Any, flat: torch.Tensor) -> bool:
+    is_tensor = isinstance(value, torch.Tensor) and not _is_scalar(label, value)
+    return is_tensor and bool(value.shape == flat.shape)
 
 
 def _replaced(old: Any, value: int | float) -> Any:
@@ -367,42 +390,10 @@ def _unknown(optimizer: Any, share: Share) -> Finding:
     )
 
 
-def _offload_findings(optimizer: Any) -> Iterator[Finding]:
-    """Optimizer and parameter offload to host memory are plain tensors; these are not."""
-    where = "zero_optimization"
-    if optimizer.swap_optimizer or optimizer.params_in_nvme_and_cpu:
-        yield Finding("unsupported-offload", where, "state is swapped to NVMe", "offload to cpu")
-    if optimizer.offload_optimizer and optimizer.partial_offload != 1.0:
-        cause = f"{optimizer.partial_offload:.0%} of the optimizer is offloaded"
-        yield Finding("unsupported-offload", where, cause, "set offload_optimizer.ratio to 1.0")
-    if optimizer.zenflow:
-        yield Finding("unsupported-offload", where, "ZenFlow keeps state apart", "turn it off")
-    if optimizer.offloaded_states:
-        cause = "engine.offload_states() has moved the state away"
-        yield Finding("unsupported-offload", where, cause, "call engine.reload_states() first")
-
-
-def _shape_findings(engine: Any) -> Iterator[Finding]:
-    """Configurations in which a parameter's shape is not the model's, or its piece is quantized."""
-    if engine.mp_world_size > 1 or engine.autotp_size() > 1:
-        yield Finding(
-            "unsupported-parallel",
-            "tensor parallelism",
-            "the engine's parameters are shards themselves",
-            "use ZeRO-3 without tensor parallelism",
+def _bad_extra(name: str, label: str, share: Share | None, shape: tuple[int, ...]) -> Finding:
+    cause = "the model has no such parameter"
+    if share is not None:
+        cause = (
+            f"shape {list(shape)} is neither {list(share.shape)} nor this rank's [{share.padded}]"
         )
-    for named in named_parameters(engine.module):
-        if hasattr(named.tensor.ds_tensor, "ds_quant_scale"):  # type: ignore[attr-defined]
-            yield Finding(
-                "unsupported-quantized",
-                named.name,
-                "the frozen weight is kept quantized",
-                "turn zero_quantized_nontrainable_weights off",
-            )
-        if getattr(named.tensor, "ds_zero_placement_family", "replicated") != "replicated":
-            yield Finding(
-                "unsupported-parallel",
-                named.name,
-                "it is spread over an expert-parallel group",
-                "use ZeRO-3 without AutoEP",
-            )
+    return Finding("extra-shape", f"{name}/extra:{label}", cause, "keep one tensor per parameter")

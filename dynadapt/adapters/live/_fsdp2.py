@@ -56,7 +56,10 @@ def check_step_boundary(model: torch.nn.Module) -> None:
         if group._all_gather_result is not None:
             where = str(group._module_fqn or "the root module")
             findings[where] = Finding(
-                "mid-step", where, "an unshard() has not been waited for", "call wait() on its handle"
+                "mid-step",
+                where,
+                "an unshard() has not been waited for",
+                "call wait() on its handle",
             )
     if findings:
         raise Refused(findings.values())

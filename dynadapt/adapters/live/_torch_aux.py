@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dynadapt.adapters._common import apply_data
 from dynadapt.protocols import AuxItem, Outcome
 
 if TYPE_CHECKING:
@@ -59,12 +60,7 @@ def apply_counters(
         outcomes.append(Outcome("counters", "exact"))
     elif state.counters:
         outcomes.append(Outcome("counters", "dropped", "the source keeps none"))
-    if data is not None:
-        samples = data.value["samples"]
-        done = samples == state.samples
-        note = "" if done else f"the data loader has to go on at sample {samples}"
-        outcomes.append(Outcome("data", "exact" if done else "derived", note))
-    return tuple(outcomes)
+    return (*outcomes, *apply_data(state, data))
 
 
 def apply_behaviour(own: Mapping[str, Any], item: AuxItem | None) -> tuple[Outcome, ...]:
@@ -76,7 +72,9 @@ def apply_behaviour(own: Mapping[str, Any], item: AuxItem | None) -> tuple[Outco
         if name == "gradient_accumulation_steps" and value == 1:
             continue
         here = f"the target has {own[name]!r}" if name in own else "the training loop has to do it"
-        outcomes.append(Outcome(f"behaviour/{name}", "dropped", f"the source had {value!r}; {here}"))
+        outcomes.append(
+            Outcome(f"behaviour/{name}", "dropped", f"the source had {value!r}; {here}")
+        )
     return tuple(outcomes)
 
 

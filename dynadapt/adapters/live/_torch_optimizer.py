@@ -17,11 +17,19 @@ from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from dynadapt.vps.keys import KeySpec
 
-__all__ = ["Member", "SourceStates", "StateMaker", "read_state", "write_scalars"]
+__all__ = [
+    "Member",
+    "SourceStates",
+    "StateMaker",
+    "held_by",
+    "read_state",
+    "state_holder",
+    "write_scalars",
+]
 
 Number = int | float
 
@@ -42,9 +50,31 @@ class Member:
     group_index: int
 
 
-def read_state(
-    optimizer: Any, member: Member
-) -> tuple[dict[str, torch.Tensor], dict[str, Number]]:
+def state_holder(optimizer: Any) -> Any:
+    """The optimizer that keeps the state: ZeroRedundancyOptimizer has one for its own part inside."""
+    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
+        inner = getattr(optimizer, "optim", None)
+        return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+    raise Refused(
+        [
+            Finding(
+                "unsupported-framework",
+                type(optimizer).__name__,
+                "it is no torch.optim.Optimizer",
+                "pass the torch optimizer inside it",
+            )
+        ]
+    )
+
+
+def held_by(holder: Any, members: Iterable[Member]) -> Iterator[Member]:
+    """The members whose state the holder keeps on this rank."""
+    groups = [] if holder is None else holder.param_groups
+    own = {id(parameter) for group in groups for parameter in group["params"]}
+    return (member for member in members if id(member.parameter) in own)
+
+
+def read_state(optimizer: Any, member: Member) -> tuple[dict[str, torch.Tensor], dict[str, Number]]:
     """The tensors and the scalars of one parameter's state; both empty where there is none."""
     tensors: dict[str, torch.Tensor] = {}
     scalars: dict[str, Number] = {}
@@ -129,9 +159,11 @@ class StateMaker:
         known = optimizer_slots(self.optimizer, member.group)
         own = {*read_state(self.optimizer, member)[0], *(known or ())}
         if known is None and not set(held) <= own:
-            cause = f"{kind} has no state for it yet, and how {kind} makes it is not known"
+            cause = (
+                "it has no state yet for what the source holds, and how it makes it is not known"
+            )
             fix = "take one step with the target first (its effect is overwritten)"
-            return [Finding("unknown-optimizer", member.name, cause, fix)]
+            return [Finding("unknown-optimizer", kind, cause, fix)]
         extra = [
             Finding(
                 "extra-key",
@@ -176,7 +208,9 @@ class StateMaker:
         start = member.group.get("initial_accumulator_value", 0)
         if start and "sum" in state:
             _local(state["sum"]).fill_(start)
-        return {label: value for label, value in state.items() if label not in known or label in wanted}
+        return {
+            label: value for label, value in state.items() if label not in known or label in wanted
+        }
 
     def _replace(self, parameter: torch.Tensor, state: dict[str, Any] | None) -> None:
         states = self.optimizer.state

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 from dynadapt.adapters._common import (
     BufferTable,
+    apply_data,
     apply_groups,
     apply_scheduler,
     apply_user,
@@ -28,16 +29,20 @@ from dynadapt.adapters._common import (
     user_items,
 )
 from dynadapt.adapters.live import _deepspeed_engine as aside
+from dynadapt.adapters.live import _torch_aux
+from dynadapt.adapters.live._deepspeed_support import zero3_findings
 from dynadapt.adapters.live._deepspeed_zero3 import Zero3
 from dynadapt.errors import Finding, Refused
-from dynadapt.protocols import AuxItem, Described, Outcome, TrainState
+from dynadapt.protocols import AuxItem, Described, Outcome, TrainState, alone
 from dynadapt.vps.box import Box
 from dynadapt.vps.keys import Key, KeySpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     import torch
+
+    from dynadapt.protocols import Agree
 
 __all__ = ["DeepSpeedZeroAdapter"]
 
@@ -57,13 +62,14 @@ class DeepSpeedZeroAdapter:
 
     name = "deepspeed_zero"
 
-    def quiesce(self, x: Any) -> None:
+    def quiesce(self, x: Any, agree: Agree = alone) -> None:
         """Prove a step boundary, then drop gathered copies. No communication."""
         state = TrainState.of(x)
         view = _view(state.model)
         findings = _mid_step(state.model, view)
         if findings:
             raise Refused(findings)
+        agree()
         view.drop_copies()
 
     def describe(self, x: Any) -> Described:
@@ -72,10 +78,14 @@ class DeepSpeedZeroAdapter:
         engine = state.model
         view = _view(engine)
         findings = view.odd_state()
-        if findings:
-            raise Refused(findings)
         table = BufferTable()
         specs = [*view.describe(table), *_describe_buffers(engine, table)]
+        for label, tensors in sorted(state.extra.items()):
+            more, bad = view.describe_extra(table, label, tensors)
+            specs += more
+            findings += bad
+        if findings:
+            raise Refused(findings)
         return Described(
             specs=tuple(
                 replace(spec, local=True) if is_local(spec.key.name, state.local) else spec
@@ -96,11 +106,12 @@ class DeepSpeedZeroAdapter:
     def prepare(self, x: Any, keys: tuple[KeySpec, ...]) -> Described:
         """Make the optimizer state that the source has and this engine has not, then describe."""
         engine = TrainState.of(x).model
+        _made.pop(engine, None)  # of an earlier migration, which was committed
         view = _view(engine)
         made, allocated, findings = view.make_state(keys)
         if findings:
             raise Refused(findings)
-        _made[engine] = [*_made.get(engine, []), *made]
+        _made[engine] = made
         return replace(self.describe(x), allocated=allocated)
 
     def finish(
@@ -109,30 +120,34 @@ class DeepSpeedZeroAdapter:
         keys: tuple[KeySpec, ...],
         scalars: Mapping[str, Mapping[str, int | float]],
         aux: Mapping[str, AuxItem],
-        agree: Callable[[], None],
+        agree: Agree = alone,
     ) -> tuple[Outcome, ...]:
         """Set steps and hyperparameters, renew every copy of the weights. A collective."""
         state = TrainState.of(x)
         engine = state.model
         view = _view(engine)
         # First, since it may refuse.
-        outcomes = list(apply_groups(view.inner.param_groups, view.names(), aux.get("param_groups")))
+        outcomes = list(
+            apply_groups(view.inner.param_groups, view.names(), aux.get("param_groups"))
+        )
         view.set_scalars(scalars)
+        view.renew()
         outcomes += apply_scheduler(_scheduler(state), aux.get("scheduler"))
         outcomes += aside.apply_counters(engine, state.counters, aux.get("counters"))
+        outcomes += apply_data(state, aux.get("data"))
         outcomes += aside.apply_scaler(engine.optimizer, aux.get("scaler"))
-        outcomes += aside.apply_behaviour(engine, aux.get("behaviour"))
+        outcomes += _torch_aux.apply_behaviour(aside.behaviour(engine), aux.get("behaviour"))
+        outcomes += _torch_aux.dropped_extras(state, keys)
         outcomes += apply_user(state.user, aux)
-        agree()  # rebuild gathers: no rank may be missing there
-        view.rebuild()
-        _made.pop(engine, None)
+        agree()
+        view.gather_persistent()
         return tuple(outcomes)
 
     def abandon(self, x: Any) -> None:
-        """Take back what `prepare` made. No communication.
+        """Take back what `prepare` made, and let masters agree with the weights. No communication.
 
-        Bytes that already arrived cannot be told from the target's own in optimizer state that was
-        there before, in frozen weights and in pure fp32 runs: there the target is as if half loaded.
+        Bytes that already arrived cannot be told from the target's own in frozen weights and in
+        optimizer state that was there before: a target that had stepped is as if half loaded.
         """
         engine = TrainState.of(x).model
         view = _view(engine)
@@ -156,7 +171,7 @@ def _view(engine: Any) -> Zero3:
                 )
             ]
         )
-    findings = kind.unsupported(engine)
+    findings = zero3_findings(engine)
     if findings:
         raise Refused(findings)
     return kind(engine)
@@ -214,7 +229,7 @@ def _aux(state: TrainState, view: Zero3) -> tuple[AuxItem, ...]:
         groups_item(view.inner.param_groups, view.names()),
         scheduler_item(_scheduler(state)),
         aside.scaler_item(engine.optimizer),
-        aside.behaviour_item(engine),
+        AuxItem("behaviour", aside.behaviour(engine)),
         *user_items(state.user, state.samples, counters),
     )
     return tuple(item for item in items if item is not None)

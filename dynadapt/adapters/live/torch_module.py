@@ -16,41 +16,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-import torch
-from torch.distributed.tensor import DTensor
-
-from dynadapt.adapters._common import (
-    BufferTable,
-    NamedTensor,
-    apply_groups,
-    apply_scheduler,
-    apply_user,
-    dtype_name,
-    groups_item,
-    is_local,
-    named_buffers,
-    named_parameters,
-    optimizer_slots,
-    scheduler_item,
-    unwrapped,
-    user_items,
-)
+from dynadapt.adapters._common import apply_groups, apply_scheduler, apply_user, unwrapped
 from dynadapt.adapters.live import _fsdp2, _torch_aux
-from dynadapt.adapters.live._coordinate import coordinate_of
-from dynadapt.adapters.live._dtensor import placed_rows
-from dynadapt.adapters.live._torch_optimizer import (
-    Member,
-    SourceStates,
-    StateMaker,
-    read_state,
-    write_scalars,
-)
-from dynadapt.errors import Finding, Refused
-from dynadapt.protocols import AuxItem, Described, Outcome, TrainState
-from dynadapt.vps.keys import Key, KeySpec, canonical_name
+from dynadapt.adapters.live._torch_optimizer import SourceStates, StateMaker, write_scalars
+from dynadapt.adapters.live._torch_view import View, check_supported
+from dynadapt.errors import Refused
+from dynadapt.protocols import AuxItem, Described, Outcome, TrainState, alone
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Mapping
+
+    from dynadapt.protocols import Agree
+    from dynadapt.vps.keys import KeySpec
 
 __all__ = ["TorchModuleAdapter"]
 
@@ -58,6 +35,7 @@ __all__ = ["TorchModuleAdapter"]
 class TorchModuleAdapter:
     """Reads and writes a `TrainState` whose model is a torch module, however it is sharded.
 
+    >>> import torch
     >>> model = torch.nn.Linear(2, 3)
     >>> [str(spec.key) for spec in TorchModuleAdapter().describe(TrainState(model)).specs]
     ['weight/param', 'bias/param']
@@ -68,34 +46,35 @@ class TorchModuleAdapter:
     def __init__(self) -> None:
         self._makers: WeakKeyDictionary[Any, StateMaker] = WeakKeyDictionary()
 
-    def quiesce(self, x: Any) -> None:
+    def quiesce(self, x: Any, agree: Agree = alone) -> None:
         """Refuse (`mid-step`) while any gradient holds a value; then drop gathered weights."""
         model = TrainState.of(x).model
-        _check_supported(model)
+        check_supported(model)
         _fsdp2.check_step_boundary(model)
+        agree()
         _fsdp2.reshard(model)
 
     def describe(self, x: Any) -> Described:
         """This rank's part of the state; no communication, no allocation, no change."""
-        return _View(TrainState.of(x)).described()
+        return View(TrainState.of(x)).described()
 
     def prepare(self, x: Any, keys: tuple[KeySpec, ...]) -> Described:
         """Give the target's optimizer the states that the source has, and only those."""
-        view = _View(TrainState.of(x))
+        view = View(TrainState.of(x))
         source = SourceStates(keys)
         findings = [*view.not_materialised(), *view.differing_ties(keys)]
         if view.optimizer is None or not source:
             if findings:
                 raise Refused(findings)
             return view.described()
-        maker = StateMaker(view.optimizer)
-        findings += maker.findings(view.members, source)
+        maker = StateMaker(view.holder)
+        findings += maker.findings(view.held, source)
         findings += view.outside_optimizer(source)
         if findings:
             raise Refused(findings)
         self.abandon(x)
         self._makers[view.optimizer] = maker
-        maker.make(view.members, source)
+        maker.make(view.held, source)
         return replace(view.described(), allocated=maker.made_bytes)
 
     def finish(
@@ -104,19 +83,22 @@ class TorchModuleAdapter:
         keys: tuple[KeySpec, ...],
         scalars: Mapping[str, Mapping[str, int | float]],
         aux: Mapping[str, AuxItem],
-        agree: Callable[[], None],
+        agree: Agree = alone,
     ) -> tuple[Outcome, ...]:
-        """Set scalars, hyperparameters, scheduler, scaler, counters and user objects."""
+        """Set scalars, hyperparameters, scheduler, scaler, counters and user objects.
+
+        All of it is local, so `agree` is left to the caller.
+        """
         state = TrainState.of(x)
         _fsdp2.reshard(state.model)
-        view = _View(state)
+        view = View(state)
         findings = view.differing_ties(keys)
         if findings:
             raise Refused(findings)
         source = SourceStates(keys)
         outcomes: list[Outcome] = []
         if view.optimizer is not None:
-            outcomes += write_scalars(view.optimizer, view.members, source, scalars)
+            outcomes += write_scalars(view.holder, view.held, source, scalars)
             groups = view.optimizer.param_groups
             outcomes += apply_groups(groups, view.group_names(), aux.get("param_groups"))
         elif source:
@@ -135,224 +117,3 @@ class TorchModuleAdapter:
         maker = None if optimizer is None else self._makers.pop(optimizer, None)
         if maker is not None:
             maker.undo()
-
-
-def _check_supported(model: torch.nn.Module) -> None:
-    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
-        raise Refused(
-            [
-                Finding(
-                    "unsupported-framework",
-                    type(model).__name__,
-                    "FullyShardedDataParallel (FSDP1) models are not supported yet",
-                    "shard the model with fully_shard (FSDP2)",
-                )
-            ]
-        )
-
-
-class _View:
-    """A train state's tensors and optimizer under canonical names."""
-
-    def __init__(self, state: TrainState) -> None:
-        _check_supported(state.model)
-        _fsdp2.require_sharded(state.model)
-        self.state = state
-        self.parameters = named_parameters(state.model)
-        self.optimizer = unwrapped(state.optimizer)
-        self.members = self._members()
-        self._by_name = {
-            name: named for named in self.parameters for name in (named.name, *named.aliases)
-        }
-
-    def _members(self) -> tuple[Member, ...]:
-        """The optimizer's parameters in group order; raises `Refused` for one that is not the model's."""
-        if self.optimizer is None:
-            return ()
-        named = {id(each.tensor): each for each in self.parameters}
-        found: list[Member] = []
-        findings: list[Finding] = []
-        for index, group in enumerate(self.optimizer.param_groups):
-            for position, parameter in enumerate(group["params"]):
-                own = named.get(id(parameter))
-                if own is not None:
-                    found.append(Member(own.name, parameter, group, index))
-                    continue
-                findings.append(
-                    Finding(
-                        "foreign-parameter",
-                        f"param group {index}, parameter {position} of {tuple(parameter.shape)}",
-                        "the model does not hold this parameter",
-                        "make the optimizer after the model is sharded, from its own parameters",
-                    )
-                )
-        if findings:
-            raise Refused(findings)
-        return tuple(found)
-
-    def group_names(self) -> list[list[str]]:
-        """Per group of the optimizer, the names of its parameters."""
-        names: list[list[str]] = [[] for _ in self.optimizer.param_groups]
-        for member in self.members:
-            names[member.group_index].append(member.name)
-        return names
-
-    def described(self) -> Described:
-        """Specs, rows, scalars and aux of this rank."""
-        table = BufferTable()
-        specs: list[KeySpec] = []
-        groups = {member.name: member.group_index for member in self.members}
-        for named in self.parameters:
-            specs.append(self._spec(named, "param", named.tensor, groups.get(named.name, -1)))
-            _add_rows(table, specs[-1].key, named.tensor)
-        specs += self._buffers(table)
-        scalars = self._states(table, specs)
-        specs += self._extras(table)
-        return Described(
-            specs=tuple(specs),
-            rows=tuple(table.rows),
-            buffers=dict(table.buffers),
-            scalars=scalars,
-            aux=self._aux(),
-            coordinate=self._coordinate(),
-        )
-
-    def _spec(
-        self, named: NamedTensor, slot: str, tensor: torch.Tensor, group: int, **more: Any
-    ) -> KeySpec:
-        entries: dict[str, Any] = {
-            "trainable": named.tensor.requires_grad,
-            "order": named.order,
-            "group": group,
-            "aliases": named.aliases,
-            "local": is_local(named.name, self.state.local),
-        }
-        key = Key(named.name, slot)
-        return KeySpec(key, tuple(tensor.shape), dtype_name(tensor.dtype), **{**entries, **more})
-
-    def _buffers(self, table: BufferTable) -> list[KeySpec]:
-        specs = []
-        for named in named_buffers(self.state.model):
-            kind = "buffer" if named.persistent else "transient"
-            specs.append(self._spec(named, "buffer", named.tensor, -1, kind=kind, trainable=False))
-            _add_rows(table, specs[-1].key, named.tensor)
-        return specs
-
-    def _states(self, table: BufferTable, specs: list[KeySpec]) -> dict[str, dict[str, int | float]]:
-        """Add the optimizer's tensors; return its scalars by parameter."""
-        scalars: dict[str, dict[str, int | float]] = {}
-        for member in self.members:
-            named = self._by_name[member.name]
-            tensors, numbers = read_state(self.optimizer, member)
-            for slot, tensor in tensors.items():
-                spec = self._spec(named, slot, tensor, member.group_index, kind="state")
-                specs.append(spec)
-                _add_rows(table, spec.key, tensor)
-            for slot in optimizer_slots(self.optimizer, member.group) or ():
-                if slot not in tensors:
-                    absent: dict[str, Any] = {"kind": "state", "presence": "none"}
-                    tensor = member.parameter
-                    specs.append(self._spec(named, slot, tensor, member.group_index, **absent))
-            if numbers:
-                scalars[member.name] = numbers
-        return scalars
-
-    def _extras(self, table: BufferTable) -> list[KeySpec]:
-        specs = []
-        for label, tensors in sorted(self.state.extra.items()):
-            for raw, tensor in sorted(tensors.items()):
-                name = canonical_name(raw)
-                named = self._by_name.get(name) or NamedTensor(name, (), 0, tensor)
-                specs.append(self._spec(named, f"extra:{label}", tensor, -1, kind="state"))
-                _add_rows(table, specs[-1].key, tensor)
-        return specs
-
-    def _coordinate(self) -> dict[str, int]:
-        if self.state.coordinate:
-            return dict(self.state.coordinate)
-        tensors = (named.tensor for named in self.parameters)
-        return coordinate_of(tensors, _fsdp2.fsdp_meshes(self.state.model))
-
-    def _aux(self) -> tuple[AuxItem, ...]:
-        state = self.state
-        items: list[AuxItem | None] = [
-            scheduler_item(state.scheduler),
-            _torch_aux.scaler_item(state.scaler),
-            AuxItem("behaviour", self.behaviour()),
-            *user_items(state.user, state.samples, state.counters),
-        ]
-        if self.optimizer is not None:
-            items.append(groups_item(self.optimizer.param_groups, self.group_names()))
-        return tuple(item for item in items if item is not None)
-
-    def behaviour(self) -> dict[str, Any]:
-        """What a step does by set-up rather than by state."""
-        dtypes = sorted({dtype_name(named.tensor.dtype) for named in self.parameters})
-        policies = _fsdp2.param_policies(self.state.model)
-        return {
-            "framework": "torch",
-            "precision": policies.pop("param_dtype", None) or ",".join(dtypes),
-            "loss_scaling": "none" if self.state.scaler is None else "dynamic",
-            **policies,
-        }
-
-    def not_materialised(self) -> list[Finding]:
-        """Every parameter and buffer that has no memory yet."""
-        named = (*self.parameters, *named_buffers(self.state.model))
-        return [
-            Finding(
-                "target-not-materialised",
-                each.name,
-                "it is on the meta device and has no memory",
-                "call to_empty(device=...) on the target model first",
-            )
-            for each in named
-            if _local(each.tensor).is_meta
-        ]
-
-    def differing_ties(self, keys: Iterable[KeySpec]) -> list[Finding]:
-        """Names that share a tensor on one side only."""
-        findings: list[Finding] = []
-        source = {spec.key.name: spec for spec in keys if spec.key.slot == "param"}
-        for spec in source.values():
-            here = [self._by_name[n] for n in (spec.key.name, *spec.aliases) if n in self._by_name]
-            if len({id(named.tensor) for named in here}) > 1:
-                where = ", ".join(sorted(named.name for named in here))
-                cause = "the source has one tensor of these names, the target several"
-                fix = "tie them again in the target (parallelize_module unties), before the optimizer"
-                findings.append(Finding("ties-differ", where, cause, fix))
-        for named in self.parameters:
-            apart = [name for name in (named.name, *named.aliases) if name in source]
-            if len(apart) > 1:
-                cause = "the target has one tensor of these names, the source several"
-                fix = "untie them in the target"
-                findings.append(Finding("ties-differ", ", ".join(apart), cause, fix))
-        return findings
-
-    def outside_optimizer(self, source: SourceStates) -> list[Finding]:
-        """Parameters with state in the source that the target's optimizer does not hold."""
-        inside = {member.name for member in self.members}
-        return [
-            Finding(
-                "extra-key",
-                f"{named.name}/{slot}",
-                "the source holds it, and the target's optimizer does not hold the parameter",
-                "give the parameter to the target's optimizer",
-            )
-            for named in self.parameters
-            if named.name not in inside
-            for slot in sorted(source.held(named.name))
-        ]
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _add_rows(table: BufferTable, key: Key, tensor: torch.Tensor) -> None:
-    """Add what this rank holds of a tensor."""
-    if _local(tensor).layout is not torch.strided:
-        cause = f"its layout is {tensor.layout}"
-        raise Refused([Finding("unsupported-tensor", str(key), cause, "use a dense tensor")])
-    for box, view in placed_rows(str(key), tensor):
-        table.add(key, box, view)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dynadapt.errors import ChannelError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
 __all__ = ["MemoryChannel", "MemoryHub"]
@@ -37,7 +38,9 @@ class MemoryChannel:
         self._hub, self._seat = hub, seat
 
     def post(
-        self, receives: Sequence[tuple[int, torch.Tensor]], sends: Sequence[tuple[int, torch.Tensor]]
+        self,
+        receives: Sequence[tuple[int, torch.Tensor]],
+        sends: Sequence[tuple[int, torch.Tensor]],
     ) -> _Posted:
         """See `protocols.Channel.post`."""
         with self._hub.lock:
@@ -77,7 +80,7 @@ class _Posted:
             self.hub.lock.notify_all()
             for peer, tensor in self.sends:
                 box = self.hub.boxes[self.seat, peer]
-                self._until(lambda t=tensor, b=box: all(t is not x for x in b), peer, deadline)  # type: ignore[misc]
+                self._until(lambda t=tensor, b=box: all(t is not x for x in b), peer, deadline)
 
     def _take(self, peer: int, deadline: float) -> torch.Tensor:
         with self.hub.lock:
@@ -92,6 +95,7 @@ class _Posted:
         while not ready():
             if self.hub.broken_by is not None:
                 raise ChannelError(f"seat {self.hub.broken_by} broke the channel", peer=peer)
-            if not self.hub.lock.wait(min(0.1, max(deadline - time.monotonic(), 0.0))):
-                if time.monotonic() >= deadline:
-                    raise ChannelError(f"seat {peer} did not answer in time", peer=peer)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise ChannelError(f"seat {peer} did not answer in time", peer=peer)
+            self.hub.lock.wait(min(0.1, left))

@@ -7,15 +7,16 @@ transfer, which is why the training group is never used for data.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.errors import ChannelError, DynadaptError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
-    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import Store
 
 __all__ = ["ProcessGroupChannel"]
 
@@ -29,7 +30,7 @@ class ProcessGroupChannel:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         seat: int,
         seats: Sequence[int],
         *,
@@ -48,7 +49,9 @@ class ProcessGroupChannel:
             raise ChannelError(f"cannot connect the seats: {error}") from error
 
     def post(
-        self, receives: Sequence[tuple[int, torch.Tensor]], sends: Sequence[tuple[int, torch.Tensor]]
+        self,
+        receives: Sequence[tuple[int, torch.Tensor]],
+        sends: Sequence[tuple[int, torch.Tensor]],
     ) -> _Posted:
         """See `protocols.Channel.post`."""
         works: list[tuple[int, str, Any]] = []
@@ -105,7 +108,7 @@ class _Posted:
                 raise ChannelError(f"{what} seat {peer} did not end in {timeout:g} s", peer=peer)
 
 
-def _open(backend: str, store: dist.Store, rank: int, size: int, timeout: float) -> Any:
+def _open(backend: str, store: Store, rank: int, size: int, timeout: float) -> Any:
     limit = timedelta(seconds=timeout)
     if backend == "gloo":
         from torch.distributed import ProcessGroupGloo

@@ -1,0 +1,176 @@
+"""What has to hold before and after a move, as findings: pure functions, the same on every seat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from dynadapt.errors import Finding
+from dynadapt.transport.certify import Wanted
+from dynadapt.vps.box import Box
+from dynadapt.vps.keys import Key
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from dynadapt.elastic.side import Scalars, Side
+    from dynadapt.protocols import Described
+    from dynadapt.transport.certify import Sums
+    from dynadapt.transport.plan import Pair
+    from dynadapt.vps.keys import KeySpec
+
+__all__ = [
+    "Drift",
+    "derived_sums",
+    "disagreements",
+    "drift",
+    "files_unreachable",
+    "held_differently",
+    "scalars_differ",
+    "stale",
+    "steps_differ",
+    "sums_differ",
+]
+
+
+def steps_differ(scalars: Scalars, flat_step: bool, allow: Collection[str]) -> list[Finding]:
+    """A target with one step per flat buffer needs equal steps, unless `allow` has "step".
+
+    >>> steps_differ({"a": {"step": 1}, "b": {"step": 2}}, True, ())[0].reason
+    'step'
+    """
+    steps = {n: v["step"] for n, v in scalars.items() if "step" in v}
+    if not flat_step or "step" in allow or len(set(steps.values())) <= 1:
+        return []
+    low, high = min(steps, key=steps.__getitem__), max(steps, key=steps.__getitem__)
+    return [
+        Finding(
+            "step",
+            "optimizer",
+            f"{low} is at step {steps[low]:g} and {high} at step {steps[high]:g}, and the target "
+            "keeps one step for many parameters",
+            'allow={"step"} takes the largest step',
+        )
+    ]
+
+
+def scalars_differ(source: Scalars, after: Scalars) -> list[Finding]:
+    """Scalars that this seat's target holds and that are not the source's."""
+    return [
+        Finding(
+            "certificate",
+            f"{name}/{label}",
+            f"is {after[name][label]} in the target and {value} in the source",
+        )
+        for name, values in source.items()
+        for label, value in values.items()
+        if label in after.get(name, {}) and after[name][label] != value
+    ]
+
+
+def derived_sums(side: Side) -> tuple[tuple[Wanted, Wanted], ...]:
+    """Per derived copy that has rows: its own sum, and its master's as the copy should have it."""
+    found = []
+    for spec in side.layout.keys:
+        master = side.layout.by_name.get(Key(spec.key.name, "param"))
+        if not spec.derived or not spec.numel or master is None:
+            continue
+        if side.layout.holders(spec.key, Box.whole(spec.shape)):
+            copy = Wanted(spec, spec.dtype, spec.key, any_nan=True)
+            found.append((copy, replace(copy, spec=master)))
+    return tuple(found)
+
+
+def stale(derived: Sequence[tuple[Wanted, Wanted]], values: Sequence[int]) -> list[Key]:
+    """The derived copies whose sum (values: copy, master, copy, master, ...) is not their master's."""
+    return [
+        copy.spec.key for i, (copy, _) in enumerate(derived) if values[2 * i] != values[2 * i + 1]
+    ]
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Replicas that differ: what is fatal, what is only told, and whose first holder counts."""
+
+    fatal: tuple[Finding, ...]
+    told: tuple[Finding, ...]
+    first_only: frozenset[Key]
+
+
+def drift(sums: Sums, specs: Mapping[Key, KeySpec], on_drift: str) -> Drift:
+    """An error for parameters and states unless `on_drift` is "first"; buffers are only told of.
+
+    Sums of replicas that differ count the first holder only, as the plan then does.
+    """
+    fatal: list[Finding] = []
+    told: list[Finding] = []
+    first: set[Key] = set()
+    for key, findings in sums.drifted.items():
+        if specs[key].derived:
+            continue
+        if specs[key].kind in {"buffer", "transient"} or on_drift == "first":
+            first.add(key)
+            told += findings
+        else:
+            fatal += findings
+    if first:
+        cause = f"took the first holder of {len(first)} tensors"
+        told.append(Finding("replicas-differ", "source", cause))
+    return Drift(tuple(fatal), tuple(told), frozenset(first))
+
+
+def disagreements(told: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
+    """What seats that should agree told: equal values, and equal message lists at both ends."""
+    names = [name for name in next(iter(told.values())) if name not in {"pairs", "device"}]
+    findings = [
+        Finding("ranks-disagree", name, "is not equal on all seats", "pass equal arguments")
+        for name in names
+        if len({report[name] for report in told.values()}) > 1
+    ]
+    for seat, report in told.items():
+        for name, digest in report.get("pairs", {}).items():
+            peer, way = int(name[:-1]), name[-1]
+            other = told[peer]["pairs"].get(f"{seat}{'<' if way == '>' else '>'}")
+            if other != digest:
+                where = f"seat {seat} {way} seat {peer}"
+                findings.append(Finding("plans-differ", where, "message lists differ"))
+    return findings
+
+
+def held_differently(before: Described | None, after: Described | None) -> list[Finding]:
+    """`finish` must not have changed who holds what."""
+    old = {(row.key, row.box) for row in before.rows} if before is not None else set()
+    new = {(row.key, row.box) for row in after.rows} if after is not None else set()
+    return [
+        Finding("certificate", f"{key} {box}", "is held differently after finish")
+        for key, box in sorted(old ^ new)
+    ]
+
+
+def sums_differ(pairs: Sequence[Pair], should: Sequence[int], has: Sequence[int]) -> list[Finding]:
+    """Keys whose target sum is not their source's."""
+    return [
+        Finding(
+            "certificate",
+            str(pair.target.key),
+            f"the target's sum {b:016x} is not the source's {a:016x}",
+            "the source is intact; please report this",
+        )
+        for pair, a, b in zip(pairs, should, has, strict=True)
+        if a != b and not pair.target.local
+    ]
+
+
+def files_unreachable(source: Side, target: Side) -> list[Finding]:
+    """A live seat reads and writes the other side's files itself, so it has to know them."""
+    found = []
+    for side, other, what in ((source, target, "source"), (target, source, "target")):
+        for seat in other.layout.endpoints if side.readers else ():
+            if seat >= 0 and seat not in side.readers:
+                cause = f"it works on the {what}'s files and passed no path"
+                fix = f"pass the {what} on every rank"
+                found.append(Finding("files-unreachable", f"seat {seat}", cause, fix))
+    if source.readers and target.readers and not {*source.readers}.intersection(target.readers):
+        cause = "no seat passed both paths"
+        found.append(Finding("files-unreachable", "all seats", cause, "pass both on some rank"))
+    return found

@@ -1,0 +1,50 @@
+"""What a user may decide about a migration, checked when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from dynadapt.errors import Finding, Refused
+from dynadapt.transport.control import Timeouts
+
+__all__ = ["ALLOWANCES", "DEFAULT_BUDGET", "Settings"]
+
+DEFAULT_BUDGET = 256 << 20
+"""Staging bytes a seat may take where the user says nothing."""
+
+ALLOWANCES = frozenset({"extra", "missing", "tie", "step"})
+"""What `allow` may hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a user may decide; must be equal on every seat."""
+
+    budget: int = DEFAULT_BUDGET
+    mode: Literal["keep", "park"] = "keep"
+    narrow: Literal["if-exact", "allow", "refuse"] = "if-exact"
+    on_drift: Literal["error", "first"] = "error"
+    allow: frozenset[str] = frozenset()
+    timeouts: Timeouts = field(default_factory=Timeouts)
+
+    def __post_init__(self) -> None:
+        findings = []
+        if self.mode not in {"keep", "park"}:
+            findings.append(_bad("mode", self.mode, "'keep' or 'park'"))
+        if self.narrow not in {"if-exact", "allow", "refuse"}:
+            findings.append(_bad("narrow", self.narrow, "'if-exact', 'allow' or 'refuse'"))
+        if self.on_drift not in {"error", "first"}:
+            findings.append(_bad("on_drift", self.on_drift, "'error' or 'first'"))
+        if self.allow - ALLOWANCES:
+            findings.append(
+                _bad("allow", sorted(self.allow - ALLOWANCES), f"some of {sorted(ALLOWANCES)}")
+            )
+        if self.budget < 64 << 10:
+            findings.append(_bad("budget", self.budget, "at least 65536 bytes"))
+        if findings:
+            raise Refused(findings)
+
+
+def _bad(name: str, value: object, wanted: str) -> Finding:
+    return Finding("bad-argument", name, f"is {value!r}, must be {wanted}")

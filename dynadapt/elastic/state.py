@@ -1,0 +1,101 @@
+"""One state seen over all seats: described, and fingerprinted; and what migrations share with that."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from dynadapt.elastic.side import Side, unite
+from dynadapt.errors import Finding, MigrationAborted, Refused
+from dynadapt.registry import adapter_for
+from dynadapt.transport.certificate import fingerprint
+from dynadapt.transport.certify import Wanted, count
+from dynadapt.transport.control import Control
+from dynadapt.transport.executor import Storage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from dynadapt.elastic.settings import Settings
+    from dynadapt.elastic.worlds import Session
+    from dynadapt.protocols import Described
+
+__all__ = ["ballot", "control_of", "fingerprint_of", "side_of", "storage_of"]
+
+
+def control_of(session: Session, settings: Settings) -> tuple[int, Control]:
+    """The number of this session's next collective call, and its control."""
+    number = next(session.counter)
+    store = session.store(number)
+    return number, Control(store, session.seat, session.seats, settings.timeouts)
+
+
+def side_of(session: Session, x: Any, settings: Settings) -> tuple[Side, Described | None]:
+    """Describe one state over all seats; nothing is changed but gathered copies are dropped."""
+    _, control = control_of(session, settings)
+    try:
+        with control.phase("describe"):
+            adapter = None if x is None else adapter_for(x)
+            with ballot(control, "describe") as agree:
+                if adapter is not None:
+                    adapter.quiesce(x, agree)
+            own = None if adapter is None else adapter.describe(x)
+            side = unite("described", control, own)
+            if side is None:
+                raise Refused([Finding("no-state", "x", "no rank passed a state")])
+        return side, own
+    finally:
+        control.close()
+
+
+def fingerprint_of(session: Session, x: Any, settings: Settings) -> str:
+    """The layout-free fingerprint of a state. All seats call it."""
+    side, own = side_of(session, x, settings)
+    _, control = control_of(session, settings)
+    try:
+        with control.phase("fingerprint"):
+            specs = [s for s in side.layout.keys if s.moves]
+            wanted = [Wanted(spec, spec.dtype, spec.key) for spec in specs]
+            workers = side.readers or control.seats
+            storage = storage_of(session, side, own)
+            sums = count("own", control, side.layout, storage, wanted, workers)
+        return fingerprint(
+            side.layout.keys, {s.key: v for s, v in zip(specs, sums.values, strict=True)}
+        )
+    finally:
+        control.close()
+
+
+@contextmanager
+def ballot(control: Control, phase: str) -> Iterator[Callable[[], None]]:
+    """A vote inside a phase: an adapter calls it before it communicates or changes anything.
+
+    It is held once on every seat: by the adapter, or here when the adapter did without or failed first.
+    """
+    held = False
+
+    def agree() -> None:
+        nonlocal held
+        if not held:
+            held = True
+            control.vote(phase)
+
+    try:
+        yield agree
+    except MigrationAborted:
+        raise
+    except Exception as error:
+        if not held:
+            held = True
+            control.vote(phase, error)
+        raise
+    agree()
+
+
+def storage_of(session: Session, side: Side, own: Described | None, buffers: Any = None) -> Storage:
+    """What this seat described, by endpoint and under the names that all seats agreed on."""
+    if own is None:
+        return Storage({}, {})
+    parts = {session.seat: own.rows, **own.files}
+    rows = {endpoint: side.canonical(part) for endpoint, part in parts.items()}
+    return Storage(rows, own.buffers if buffers is None else buffers)

@@ -1,0 +1,122 @@
+"""Small real jobs for the tests of whole migrations: a tied model as ZeRO-3, as TP x DP, as plain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+VOCAB, WIDTH, HIDDEN = 12, 8, 20
+
+
+class Net(nn.Module):
+    """Tied embedding and head, a frozen part, odd sizes, a 1-D group, a buffer of each kind."""
+
+    def __init__(self, hidden: int = HIDDEN, extra: bool = False, integers: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.up = nn.Linear(WIDTH, hidden)
+        self.down = nn.Linear(hidden, WIDTH, bias=False)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(requires_grad=False)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+        kind = torch.int64 if integers else torch.float32
+        self.register_buffer("scale", torch.full((3,), 2, dtype=kind))
+        self.register_buffer("table", torch.arange(5, dtype=torch.float32), persistent=False)
+        if extra:
+            self.extra = nn.Linear(3, 2)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Next-token loss of a (batch, length) tensor."""
+        x = self.embed(tokens)
+        x = x + self.down(torch.relu(self.up(self.norm(x)))) + self.frozen(x)
+        logits = self.head(x).float()
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def net(seed: int = 0, **kwargs: Any) -> Net:
+    """A `Net` with the weights of a seed."""
+    torch.manual_seed(seed)
+    return Net(**kwargs)
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Decay for matrices, none for vectors."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in params if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+
+
+def adamw(model: nn.Module, lr: float = 1e-2) -> torch.optim.AdamW:
+    """AdamW over the two groups."""
+    return torch.optim.AdamW(groups(model), lr=lr, betas=(0.9, 0.95))
+
+
+def tokens(step: int, rank: int = 0, rows: int = 2) -> torch.Tensor:
+    """A batch that is a function of step and rank."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randint(VOCAB, (rows, 7), generator=generator)
+
+
+def zero3(model: nn.Module, optimizer: Any = None, **config: Any) -> Any:
+    """A real ZeRO-3 engine in bf16 with small sub-groups."""
+    import deepspeed
+
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {
+            "stage": 3,
+            "sub_group_size": 100,
+            "stage3_param_persistence_threshold": 10,
+        },
+        "bf16": {"enabled": True},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,
+        "steps_per_print": 10**9,
+    }
+    engine, _, _, _ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer or adamw(model),
+        config={**settings, **config},
+        dist_init_required=False,
+    )
+    return engine
+
+
+def step(engine: Any, number: int) -> float:
+    """One step of an engine on this rank's batch; this rank's loss."""
+    loss = engine(tokens(number, dist.get_rank()))
+    engine.backward(loss)
+    engine.step()
+    return float(loss.detach())
+
+
+def tensor_parallel(model: nn.Module, tp: int = 2) -> tuple[nn.Module, torch.optim.AdamW, Any]:
+    """TP `tp` x replicated DP: `up` by columns, `down` by rows, the embedding by vocabulary."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
+    rules = {
+        "embed": RowwiseParallel(input_layouts=Replicate()),
+        "up": ColwiseParallel(),
+        "down": RowwiseParallel(),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh["tp"], rules)
+    model.head.weight = model.embed.weight
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    replicate(model, mesh=mesh["dp"], mp_policy=policy)
+    return model, adamw(model), mesh

@@ -1,0 +1,302 @@
+"""Input that cannot be migrated: one clear error per cause, on every rank, and training goes on.
+
+One worker call tries all causes against one ZeRO-3 engine; after each, the engine's next loss must be
+that of a twin that nobody touched, bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import dynadapt
+from tests.live import jobs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests._ranks import Pool
+
+
+class Homemade(torch.optim.Optimizer):
+    """An optimizer class nobody knows."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        """Plain descent with a state of its own."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["velocity"] = torch.zeros_like(param)
+
+
+def _state(model: nn.Module, optimizer: Any = None, **kwargs: Any) -> dynadapt.TrainState:
+    return dynadapt.TrainState(model=model, optimizer=optimizer or jobs.adamw(model), **kwargs)
+
+
+def _plain(**kwargs: Any) -> dynadapt.TrainState:
+    return _state(jobs.net(seed=1, **kwargs))
+
+
+def _meta(rank: int) -> dynadapt.TrainState:
+    with torch.device("meta"):
+        model = jobs.Net()
+    return _state(model)
+
+
+def _untied(rank: int) -> dynadapt.TrainState:
+    model = jobs.net(seed=1)
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    return _state(model)
+
+
+def _renamed(rank: int) -> dynadapt.TrainState:
+    model = jobs.net(seed=1)
+    model.upp = model.up
+    del model.up
+    return _state(model)
+
+
+def _sgd(rank: int) -> dynadapt.TrainState:
+    model = jobs.net(seed=1)
+    return _state(model, torch.optim.SGD(jobs.groups(model), lr=0.1, momentum=0.9))
+
+
+def _homemade(rank: int) -> dynadapt.TrainState:
+    model = jobs.net(seed=1)
+    return _state(model, Homemade(jobs.groups(model)))
+
+
+def _regrouped(rank: int) -> dynadapt.TrainState:
+    model = jobs.net(seed=1)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return _state(model, torch.optim.AdamW(trained, lr=0.1))
+
+
+def _rank_differs(rank: int) -> dynadapt.TrainState:
+    return _plain(hidden=20 if rank != 1 else 22)
+
+
+def _half_precision(rank: int) -> dynadapt.TrainState:
+    model = jobs.net(seed=1).to(torch.bfloat16)
+    return _state(model)
+
+
+#: what is wrong -> (target of a rank, arguments, reason, words of the message)
+CASES: dict[str, tuple[Callable[[int], Any], dict[str, Any], str, tuple[str, ...]]] = {
+    "another width": (
+        lambda r: _plain(hidden=24),
+        {},
+        "shape",
+        ("up.weight", "[20, 8]", "[24, 8]"),
+    ),
+    "more parameters": (
+        lambda r: _plain(extra=True),
+        {},
+        "missing-key",
+        ("extra.weight", "extra.bias"),
+    ),
+    "another name": (
+        _renamed,
+        {},
+        "missing-key",
+        ("upp.weight", "nearest", "up.weight", "extra-key"),
+    ),
+    "another dtype": (lambda r: _plain(integers=True), {}, "dtype", ("scale/buffer", "int64")),
+    "ranks disagree": (_rank_differs, {}, "ranks-disagree", ("up.weight", "build the same model")),
+    "never materialised": (_meta, {}, "target-not-materialised", ("embed.weight", "norm.bias")),
+    "unknown optimizer": (_homemade, {}, "unknown-optimizer", ("Homemade",)),
+    "another optimizer": (_sgd, {}, "extra-key", ("exp_avg",)),
+    "other groups": (_regrouped, {}, "hyper-conflict", ("weight_decay",)),
+    "inexact": (_half_precision, {}, "narrowing", ("bfloat16",)),
+    "narrowing refused": (_half_precision, {"narrow": "refuse"}, "narrowing", ("would become",)),
+    "nothing given": (lambda r: None, {}, "no-state", ("no rank passed a target",)),
+    "not a state": (lambda r: object(), {}, "no-adapter", ("builtins.object", "torch_module")),
+    "no such mode": (lambda r: _plain(), {"mode": "fast"}, "bad-argument", ("'keep' or 'park'",)),
+    "no such allowance": (lambda r: _plain(), {"allow": {"all"}}, "bad-argument", ("allow",)),
+    "tiny budget": (lambda r: _plain(), {"budget": 10}, "bad-argument", ("budget",)),
+}
+
+
+def _try_all(rank: int, world: int) -> dict[str, Any]:
+    engine, twin = jobs.zero3(jobs.net()), jobs.zero3(jobs.net())
+    number = 0
+    for number in range(2):
+        assert jobs.step(engine, number) == jobs.step(twin, number)
+    answers: dict[str, Any] = {}
+    for name, (build, arguments, _, _) in CASES.items():
+        target = build(rank)
+        answers[name] = _attempt(engine, target, **arguments)
+        number += 1
+        answers[name]["trains on"] = jobs.step(engine, number) == jobs.step(twin, number)
+        if isinstance(target, dynadapt.TrainState):
+            made = [p for p, entry in target.optimizer.state.items() if entry]
+            answers[name]["left behind"] = len(made)
+    # after all that, the same engine migrates
+    report = dynadapt.migrate(engine, _plain(), timeout=20)
+    answers["then"] = report.fingerprint_source == report.fingerprint_target
+    return answers
+
+
+def _attempt(source: Any, target: Any, **arguments: Any) -> dict[str, Any]:
+    try:
+        dynadapt.migrate(source, target, timeout=20, **arguments)
+    except dynadapt.DynadaptError as error:
+        kind = type(error).__name__
+        return {
+            "reason": error.reason,
+            "text": str(error),
+            "kind": kind,
+            "phase": getattr(error, "phase", ""),
+        }
+    return {"reason": None, "text": "it went through", "kind": "", "phase": ""}
+
+
+@pytest.fixture(scope="module")
+def tried() -> list[dict[str, Any]]:
+    """Every rank's answers to every case."""
+    from tests import _ranks
+
+    return _ranks.pool(4).run(_try_all, timeout=200)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_one_clear_error(tried: list[dict[str, Any]], name: str) -> None:
+    """The same error on every rank, naming the place; the source trains on; the target is as before."""
+    _, _, reason, words = CASES[name]
+    answers = [answer[name] for answer in tried]
+    assert {answer["reason"] for answer in answers} == {reason}
+    assert len({answer["text"] for answer in answers}) == 1
+    for word in words:
+        assert word in answers[0]["text"]
+    assert all(answer["trains on"] for answer in answers)
+    assert all(answer.get("left behind", 0) == 0 for answer in answers)
+
+
+def test_then_it_migrates(tried: list[dict[str, Any]]) -> None:
+    """The engine that was refused sixteen times is fit to migrate."""
+    assert all(answer["then"] for answer in tried)
+
+
+def _mid_step(rank: int, world: int) -> list[dict[str, Any]]:
+    config = {"gradient_accumulation_steps": 2}
+    engine, twin = jobs.zero3(jobs.net(), **config), jobs.zero3(jobs.net(), **config)
+    target = _plain()
+    answers = []
+    for stop in ("after backward", "between micro-steps"):
+        for each in (engine, twin):
+            loss = each(jobs.tokens(0, rank))
+            each.backward(loss)
+            if stop == "between micro-steps":
+                each.step()
+        answers.append(_attempt(engine, target))
+        for each in (engine, twin):
+            if stop == "after backward":
+                each.step()
+            loss = each(jobs.tokens(1, rank))
+            each.backward(loss)
+            each.step()
+        losses = []
+        for each in (engine, twin):
+            with torch.no_grad():
+                losses.append(float(each(jobs.tokens(5, rank))))
+        answers[-1]["trains on"] = losses[0] == losses[1]
+    ok = dynadapt.migrate(engine, target, timeout=20)
+    answers.append({"reason": "then", "ok": ok.fingerprint_source == ok.fingerprint_target})
+    model = target.model
+    model(jobs.tokens(7, rank)).backward()
+    answers.append(_attempt(target, engine))
+    return answers
+
+
+def test_half_accumulated_gradients(ranks4: Pool) -> None:
+    """In the middle of a step nothing is touched, and the message names the micro-step or tensor."""
+    for first, second, then, plain in ranks4.run(_mid_step):
+        for answer in (first, second):
+            assert answer["reason"] == "mid-step"
+            assert answer["phase"] == "quiesce"
+            assert answer["trains on"]
+        assert "micro-step 1 of 2" in second["text"]
+        assert then["ok"]
+        assert plain["reason"] == "mid-step"
+        assert "zero_grad" in plain["text"]
+
+
+def _too_big(rank: int, world: int) -> list[dict[str, Any]]:
+    from dynadapt.elastic import migration
+
+    engine, twin = jobs.zero3(jobs.net()), jobs.zero3(jobs.net())
+    answers = []
+    true_figure = migration.available_bytes
+    for figure in (1000, 0):
+        migration.available_bytes = lambda device="cpu", n=figure: n if rank == 2 else 1 << 40
+        try:
+            answers.append(_attempt(engine, _plain()))
+        finally:
+            migration.available_bytes = true_figure
+        answers[-1]["trains on"] = jobs.step(engine, 0) == jobs.step(twin, 0)
+    answers.append(_attempt(engine, _Greedy.state()))
+    answers[-1]["trains on"] = jobs.step(engine, 1) == jobs.step(twin, 1)
+    return answers
+
+
+class _Greedy:
+    """A target whose optimizer state cannot be allocated: the address space is all but used up."""
+
+    @staticmethod
+    def state() -> dynadapt.TrainState:
+        """A plain state; this rank's limit is set while dynadapt prepares it."""
+        import torch.distributed as dist
+
+        from dynadapt.adapters.live import torch_module
+
+        state = _plain()
+        if dist.get_rank() == 1:
+            true_prepare = torch_module.TorchModuleAdapter.prepare
+
+            def prepare(self: Any, x: Any, keys: Any) -> Any:
+                torch_module.TorchModuleAdapter.prepare = true_prepare
+                torch.empty(1 << 50, dtype=torch.uint8)  # really asks, really is refused
+                return true_prepare(self, x, keys)
+
+            torch_module.TorchModuleAdapter.prepare = prepare
+        return state
+
+
+def test_more_memory_than_there_is(ranks4: Pool) -> None:
+    """Refused before anything is made where it can be foreseen; undone where an allocation fails."""
+    for foreseen, nothing_free, refused in ranks4.run(_too_big):
+        for answer in (foreseen, nothing_free):
+            assert answer["reason"] == "out-of-memory"
+            assert "are free" in answer["text"]
+        assert refused["reason"] == "out-of-memory"
+        assert refused["phase"] == "prepare"
+        assert all(a["trains on"] for a in (foreseen, nothing_free, refused))
+
+
+def _drifted(rank: int, world: int) -> list[dict[str, Any]]:
+    source, target = _plain(), _plain()
+    with torch.no_grad():
+        if rank == 3:
+            source.model.up.weight[4, 1] += 1
+            source.model.scale[1] = 9
+    answers = [_attempt(source, target)]
+    report = dynadapt.migrate(source, target, timeout=20, on_drift="first")
+    first = target.model.up.weight[4, 1].item()
+    answers.append({"warnings": [str(w) for w in report.warnings], "value": first})
+    return answers
+
+
+def test_replicas_that_drifted(ranks4: Pool) -> None:
+    """Replicas that differ are named with ranks and place; `first` takes the first holder's."""
+    answers = ranks4.run(_drifted)
+    for refused, taken in answers:
+        assert refused["reason"] == "replicas-differ"
+        assert "up.weight/param" in refused["text"]
+        assert "[3]" in refused["text"]
+        assert any("scale/buffer" in warning for warning in taken["warnings"])
+    assert len({taken["value"] for _, taken in answers}) == 1
