@@ -81,7 +81,7 @@ class RawFolder:
         assert folder is not None and split is not None
         folder.mkdir(exist_ok=True)
         described = _described(folder, keys, split, {}, ())
-        ends = {path: 0 for path in _paths(folder, split)}
+        ends = dict.fromkeys(_paths(folder, split), 0)
         for buffer in described.buffers.values():
             end = buffer._offset + buffer.numel * ITEMSIZE[buffer.dtype]
             ends[buffer._path] = max(ends[buffer._path], end)

@@ -484,7 +484,11 @@ def _reset_deepspeed() -> None:
     from deepspeed.runtime.activation_checkpointing import checkpointing
     from deepspeed.runtime.pipe import p2p
     from deepspeed.runtime.tensor_parallel import init_utils
-    from deepspeed.runtime.zero import parameter_offload, partition_parameters
+    from deepspeed.runtime.zero import (
+        parameter_offload,
+        partition_parameters,
+        partitioned_param_coordinator,
+    )
     from deepspeed.utils import groups
 
     init = partition_parameters.Init
@@ -493,6 +497,12 @@ def _reset_deepspeed() -> None:
     offload = parameter_offload.DeepSpeedZeRoOffload
     offload._register_deepspeed_module.__defaults__[0][0] = 0
     parameter_offload.FWD_MODULE_STACK.clear()  # it keeps the whole last engine alive
+    # So does the cache of a method, whose keys are all coordinators that there were.
+    coordinator = partitioned_param_coordinator.PartitionedParameterCoordinator
+    wrapped = vars(coordinator)["_PartitionedParameterCoordinator__params_to_release"]
+    for cell in wrapped.__closure__:
+        if hasattr(cell.cell_contents, "cache_clear"):
+            cell.cell_contents.cache_clear()
     layers.DEEPSPEED_AUTOTP_MODE = layers.AUTOTP_MODE.INFERENCE
     init_utils._TP_MODEL_INIT_ARGS = None
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False

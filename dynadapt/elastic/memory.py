@@ -110,8 +110,9 @@ def is_parked(model: Any) -> bool:
 
 def wake(model: Any) -> None:
     """Give a parked model its storage back, with undefined content: it is to be a target."""
-    for buffer in _parked.pop(model, ()):
-        buffer.refill()
+    if is_parked(model):  # a path is never parked, and no key of a weak dictionary
+        for buffer in _parked.pop(model):
+            buffer.refill()
 
 
 class Parked:

@@ -224,7 +224,7 @@ class _Migration:
             before = self.target_adapter.describe(self.x_target)
             needed = state_to_make(self.source.layout.keys, before)
         self.check_memory("room", "new optimizer state", needed)
-        if self.settings.mode == "park" and self.own_source is not None:
+        if self.settings.mode == "park" and self.own_source is not None and not self.source.readers:
             self.parked = Parked(TrainState.of(self.x_source).model, self.own_source.buffers)
         if self.target_adapter is not None:
             self.preparing = True

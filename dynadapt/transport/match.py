@@ -37,9 +37,9 @@ def match(source: Sequence[KeySpec], target: Sequence[KeySpec], options: Options
         if served is None or served.derived:
             findings += _missing(spec, source, options, notes)
             continue
-        used.add(served.key)
         findings += _differences(served, spec, options)
         findings += _ties(served, spec, found, options, used)
+        used.add(served.key)
         if not spec.numel or spec.presence == "none":
             if served.presence == "present" and spec.presence == "none":
                 findings.append(
@@ -170,8 +170,18 @@ def _ties(
     options: Options,
     used: set[Key],
 ) -> list[Finding]:
-    """A target that ties what the source keeps apart would lose one of two values."""
+    """A tie on one side only: two values would become one, or one tensor two that drift apart."""
     findings = []
+    if source.key in used and "tie" not in options.allow:
+        findings.append(
+            Finding(
+                "tie",
+                str(target.key),
+                f"the source ties it with {source.key.name}, the target keeps two tensors",
+                "tie them again in the target, before its optimizer is made (parallelize_module "
+                'unties), or allow={"tie"} to give both the same values',
+            )
+        )
     for name in target.aliases:
         other = found.get(Key(name, target.key.slot))
         if other is None or other.key == source.key:

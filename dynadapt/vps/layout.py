@@ -28,6 +28,9 @@ __all__ = ["MAX_ROWS_PER_KEY", "Holder", "Layout", "Row", "RowLayout", "file_end
 MAX_ROWS_PER_KEY = 4096
 """More rows than this for one key on one endpoint is refused: the layout is not a regular one."""
 
+_SMALL = 1 << 16
+"""Elements up to which two rows are compared place by place."""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -229,7 +232,8 @@ class RowLayout:
     @cached_property
     def _digest(self) -> str:
         state = hashlib.sha256(repr(self._keys).encode())
-        for column in (self.key_index, self.endpoint, self.lo, self.hi):
+        endpoints = np.array(self._endpoints, np.int64)
+        for column in (endpoints, self.key_index, self.endpoint, self.lo, self.hi):
             state.update(np.ascontiguousarray(column, "<i8").tobytes())
         for row in self._rows:
             state.update(f"{row.buffer}:{row.offset}:{row.strides};".encode())
@@ -275,8 +279,72 @@ def _check_form(layout: RowLayout) -> None:
             continue
         if len(rows) > 1:
             findings.extend(_overlaps(endpoint, rows))
+    for endpoint in layout.endpoints:
+        findings.extend(_shared_memory(endpoint, layout.rows(endpoint)))
     if findings:
         raise Refused(findings)
+
+
+def _shared_memory(endpoint: int, rows: Sequence[Row]) -> Iterable[Finding]:
+    """Rows with one place for two coordinates, and pairs of rows with places in common."""
+    buffers: dict[str, list[Row]] = {}
+    for row in rows:
+        reach = 0
+        sizes = zip(row.strides, row.box.shape, strict=True)
+        for stride, size in sorted((stride, size) for stride, size in sizes if size > 1):
+            if stride <= reach:
+                yield _bad(endpoint, row, "holds one element for several coordinates")
+                break
+            reach += stride * (size - 1)
+        buffers.setdefault(row.buffer, []).append(row)
+    for own in buffers.values():
+        open_rows: list[Row] = []
+        for row in sorted(own, key=lambda r: r.offset):
+            open_rows = [other for other in open_rows if other.last >= row.offset]
+            for other in open_rows:
+                if _same_places(other, row):
+                    yield _bad(endpoint, row, f"shares memory with {other.key} {other.box}")
+            open_rows.append(row)
+
+
+def _same_places(a: Row, b: Row) -> bool:
+    """Whether two rows whose stretches of one buffer meet have an element in common.
+
+    Exact for rows of equal strides (slices of one matrix) and for small ones; else False.
+    """
+    if all(row.box.volume == row.last - row.offset + 1 for row in (a, b)):
+        return True
+    steps = sorted({s for s, n in zip(a.strides, a.box.shape, strict=True) if n > 1}, reverse=True)
+    if steps == sorted(
+        {s for s, n in zip(b.strides, b.box.shape, strict=True) if n > 1}, reverse=True
+    ):
+        first, second = _digits(a, steps), _digits(b, steps)
+        if first is not None and second is not None:
+            return Box(*first).intersect(Box(*second)) is not None
+    if a.box.volume + b.box.volume > _SMALL:
+        return False
+    return bool(np.intersect1d(_places(a), _places(b)).size)
+
+
+def _digits(row: Row, steps: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The row as a box in the grid that its strides span; None where it runs over a grid line."""
+    sizes = {s: n for s, n in zip(row.strides, row.box.shape, strict=True) if n > 1}
+    lo, hi, rest = [], [], row.offset
+    for step, outer in zip(steps, (0, *steps), strict=False):
+        at, rest = divmod(rest, step)
+        lo.append(at)
+        hi.append(at + sizes[step])
+        if outer and hi[-1] * step > outer:
+            return None
+    return ((*lo, rest), (*hi, rest + 1))
+
+
+def _places(row: Row) -> NDArray[np.int64]:
+    """The index in the buffer of every element."""
+    found = np.array([row.offset])
+    for size, stride in zip(row.box.shape, row.strides, strict=True):
+        found = np.add.outer(found, np.arange(size) * stride).reshape(-1)
+    return found
 
 
 def _overlaps(endpoint: int, rows: Sequence[Row]) -> Iterable[Finding]:

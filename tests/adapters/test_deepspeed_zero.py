@@ -112,10 +112,6 @@ def _outlive(rank: int, world_size: int) -> None:
     import gc
     import weakref
 
-    from deepspeed.runtime.zero.partitioned_param_coordinator import (
-        PartitionedParameterCoordinator,
-    )
-
     from dynadapt.adapters.live.deepspeed_zero import DeepSpeedZeroAdapter
     from dynadapt.protocols import TrainState
     from tests import _ranks
@@ -129,12 +125,6 @@ def _outlive(rank: int, world_size: int) -> None:
     engine.destroy()
     del engine
     _ranks._reset_deepspeed()  # DeepSpeed's globals hold the engine
-    # So does a cache of a method of the class, whose keys are all coordinators that there were.
-    for cell in PartitionedParameterCoordinator.__dict__[
-        "_PartitionedParameterCoordinator__params_to_release"
-    ].__closure__:
-        if hasattr(cell.cell_contents, "cache_clear"):
-            cell.cell_contents.cache_clear()
     gc.collect()
     assert module() is None
     assert optimizer() is None

@@ -15,7 +15,7 @@ from dynadapt.adapters.live.torch_module import TorchModuleAdapter
 from dynadapt.errors import Refused
 from dynadapt.protocols import Described, TrainState
 from dynadapt.registry import adapter_for
-from dynadapt.vps.keys import Key
+from dynadapt.vps.keys import Key, KeySpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -305,22 +305,28 @@ def test_absence_where_the_optimizer_cannot_say_it() -> None:
     assert torch.equal(fresh["sum"], torch.full((4,), 0.5))
 
 
-def test_all_misfits_are_told_together() -> None:
-    source, target = adamw(mlp(), amsgrad=True), adamw(mlp())
-    step(source)
-    specs = ADAPTER.describe(source).specs
-    found = refusal(ADAPTER.prepare, target, specs)
-    names = ["0.weight", "0.bias", "2.weight", "2.bias"]
-    assert found == {("extra-key", f"{name}/max_exp_avg_sq") for name in names}
-    assert not target.optimizer.state
-    plain = adamw(mlp())
+def test_states_of_another_shape_are_left_to_the_match() -> None:
+    """What one side lacks is neither made up nor refused here: the keys of both sides say it."""
+    plain, more = adamw(mlp()), adamw(mlp(), amsgrad=True)
     step(plain)
-    found = refusal(ADAPTER.prepare, adamw(mlp(), amsgrad=True), ADAPTER.describe(plain).specs)
-    assert found == {("missing-key", f"{name}/max_exp_avg_sq") for name in names}
+    step(more)
+    slots = {spec.key.slot for spec in ADAPTER.prepare(adamw(mlp()), _specs(more)).specs}
+    assert slots == {"param", "exp_avg", "exp_avg_sq"}
+    slots = {s.key.slot for s in ADAPTER.prepare(adamw(mlp(), amsgrad=True), _specs(plain)).specs}
+    assert slots == {"param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
     half = mlp()
     partial = TrainState(half, torch.optim.AdamW(half[0].parameters()))
-    found = refusal(ADAPTER.prepare, partial, ADAPTER.describe(plain).specs)
-    assert ("extra-key", "2.bias/exp_avg") in found
+    held = {spec.key for spec in ADAPTER.prepare(partial, _specs(plain)).specs}
+    assert ("2.bias", "exp_avg") not in held
+    assert ("0.bias", "exp_avg") in held
+
+
+def _specs(state: TrainState) -> tuple[KeySpec, ...]:
+    return ADAPTER.describe(state).specs
+
+
+def test_all_of_a_ghost_is_told() -> None:
+    plain = adamw(mlp())
     with torch.device("meta"):
         ghost = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.BatchNorm1d(2))
     assert ADAPTER.describe(TrainState(ghost)).specs
@@ -370,11 +376,18 @@ def test_ties_have_to_be_the_same_on_both_sides() -> None:
             made["head"].weight = made["embed"].weight
         return made
 
+    import dynadapt
+
     for source, target in ((True, False), (False, True)):
-        specs = ADAPTER.describe(adamw(model(source))).specs
-        found = refusal(ADAPTER.prepare, adamw(model(target)), specs)
-        assert found == {("ties-differ", "embed.weight, head.weight")}
-    ADAPTER.prepare(adamw(model(True)), ADAPTER.describe(adamw(model(True))).specs)
+        with pytest.raises(dynadapt.MigrationAborted) as caught:
+            dynadapt.migrate(adamw(model(source)), adamw(model(target)))
+        assert caught.value.reason == "tie"
+        there = model(target)
+        here = model(source)
+        dynadapt.migrate(adamw(here), adamw(there), allow={"tie"})
+        assert torch.equal(there["embed"].weight, here["embed"].weight)
+        assert torch.equal(there["head"].weight, there["embed"].weight)
+    dynadapt.migrate(adamw(model(True)), adamw(model(True)))
 
 
 # --- finish -----------------------------------------------------------------------------------

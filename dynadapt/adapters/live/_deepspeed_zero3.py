@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dynadapt.adapters._aux import plain
 from dynadapt.adapters._common import (
     BufferTable,
     NamedTensor,
@@ -20,7 +21,6 @@ from dynadapt.adapters._common import (
     fresh_state,
     named_parameters,
     optimizer_slots,
-    plain,
 )
 from dynadapt.errors import Finding
 from dynadapt.vps.box import Box, Span

@@ -153,36 +153,12 @@ class StateMaker:
 
     def _problems(self, member: Member, source: SourceStates) -> list[Finding]:
         held = source.held(member.name)
-        if not held:
+        own = read_state(self.optimizer, member)[0]
+        if optimizer_slots(self.optimizer, member.group) is not None or set(held) <= set(own):
             return []
-        kind = type(self.optimizer).__name__
-        known = optimizer_slots(self.optimizer, member.group)
-        own = {*read_state(self.optimizer, member)[0], *(known or ())}
-        if known is None and not set(held) <= own:
-            cause = (
-                "it has no state yet for what the source holds, and how it makes it is not known"
-            )
-            fix = "take one step with the target first (its effect is overwritten)"
-            return [Finding("unknown-optimizer", kind, cause, fix)]
-        extra = [
-            Finding(
-                "extra-key",
-                f"{member.name}/{slot}",
-                f"the source holds it, and the target's {kind} would not",
-                "give the target the source's optimizer class and settings",
-            )
-            for slot in sorted(set(held) - own)
-        ]
-        missing = [
-            Finding(
-                "missing-key",
-                f"{member.name}/{slot}",
-                f"the target's {kind} needs it, and the source does not hold it",
-                "give the target the source's optimizer class and settings",
-            )
-            for slot in sorted(own - set(held))
-        ]
-        return extra + missing
+        cause = "it has no state yet for what the source holds, and how it makes it is not known"
+        fix = "take one step with the target first (its effect is overwritten)"
+        return [Finding("unknown-optimizer", type(self.optimizer).__name__, cause, fix)]
 
     def make(self, members: Iterable[Member], source: SourceStates) -> None:
         """Make what is missing and drop what the source does not have; touches nothing else."""
@@ -191,26 +167,21 @@ class StateMaker:
             old: dict[str, Any] = self.optimizer.state.get(member.parameter) or {}
             if held:
                 keep = {k: v for k, v in old.items() if held.get(k) != "zero"}
-                fresh = self._fresh(member, [slot for slot in held if slot not in keep])
+                fresh = self._fresh(member)
                 if fresh.keys() - keep.keys():
                     self._replace(member.parameter, {**fresh, **keep})
             elif old and type(self.optimizer).__name__ in _EAGER:
-                slots = optimizer_slots(self.optimizer, member.group) or ()
-                self._replace(member.parameter, self._fresh(member, slots))
+                self._replace(member.parameter, self._fresh(member))
             elif old:
                 self._replace(member.parameter, None)
 
-    def _fresh(self, member: Member, slots: Iterable[str]) -> dict[str, Any]:
-        """A state as after the optimizer's own initialisation, with these slots only."""
-        wanted = set(slots)
+    def _fresh(self, member: Member) -> dict[str, Any]:
+        """A state as after the optimizer's own initialisation."""
         state = fresh_state(self.optimizer, member.group, member.parameter) or {}
-        known = optimizer_slots(self.optimizer, member.group) or ()
         start = member.group.get("initial_accumulator_value", 0)
         if start and "sum" in state:
             _local(state["sum"]).fill_(start)
-        return {
-            label: value for label, value in state.items() if label not in known or label in wanted
-        }
+        return dict(state)
 
     def _replace(self, parameter: torch.Tensor, state: dict[str, Any] | None) -> None:
         states = self.optimizer.state

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from dynadapt.adapters._aux import groups_item, scheduler_item, user_items
 from dynadapt.adapters._common import (
     BufferTable,
     NamedTensor,
     dtype_name,
-    groups_item,
     is_local,
     named_buffers,
     named_parameters,
     optimizer_slots,
-    scheduler_item,
     unwrapped,
-    user_items,
 )
 from dynadapt.adapters.live import _fsdp2, _torch_aux
 from dynadapt.adapters.live._coordinate import coordinate_of
@@ -27,11 +25,6 @@ from dynadapt.adapters.live._torch_optimizer import Member, held_by, read_state,
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import AuxItem, Described, TrainState
 from dynadapt.vps.keys import Key, KeySpec, canonical_name
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from dynadapt.adapters.live._torch_optimizer import SourceStates
 
 __all__ = ["View", "check_supported"]
 
@@ -216,42 +209,6 @@ class View:
             )
             for each in named
             if _local(each.tensor).is_meta
-        ]
-
-    def differing_ties(self, keys: Iterable[KeySpec]) -> list[Finding]:
-        """Names that share a tensor on one side only."""
-        findings: list[Finding] = []
-        source = {spec.key.name: spec for spec in keys if spec.key.slot == "param"}
-        for spec in source.values():
-            here = [self._by_name[n] for n in (spec.key.name, *spec.aliases) if n in self._by_name]
-            if len({id(named.tensor) for named in here}) > 1:
-                where = ", ".join(sorted(named.name for named in here))
-                cause = "the source has one tensor of these names, the target several"
-                fix = (
-                    "tie them again in the target (parallelize_module unties), before the optimizer"
-                )
-                findings.append(Finding("ties-differ", where, cause, fix))
-        for named in self.parameters:
-            apart = [name for name in (named.name, *named.aliases) if name in source]
-            if len(apart) > 1:
-                cause = "the target has one tensor of these names, the source several"
-                fix = "untie them in the target"
-                findings.append(Finding("ties-differ", ", ".join(apart), cause, fix))
-        return findings
-
-    def outside_optimizer(self, source: SourceStates) -> list[Finding]:
-        """Parameters with state in the source that the target's optimizer does not hold."""
-        inside = {member.name for member in self.members}
-        return [
-            Finding(
-                "extra-key",
-                f"{named.name}/{slot}",
-                "the source holds it, and the target's optimizer does not hold the parameter",
-                "give the parameter to the target's optimizer",
-            )
-            for named in self.parameters
-            if named.name not in inside
-            for slot in sorted(source.held(named.name))
         ]
 
 

@@ -15,21 +15,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from dynadapt.adapters._common import (
-    BufferTable,
+from dynadapt.adapters._aux import (
+    apply_behaviour,
     apply_data,
     apply_groups,
     apply_scheduler,
     apply_user,
-    dtype_name,
+    dropped_extras,
     groups_item,
-    is_local,
-    named_buffers,
     scheduler_item,
     user_items,
 )
+from dynadapt.adapters._common import BufferTable, dtype_name, is_local, named_buffers
 from dynadapt.adapters.live import _deepspeed_engine as aside
-from dynadapt.adapters.live import _torch_aux
 from dynadapt.adapters.live._deepspeed_support import zero3_findings
 from dynadapt.adapters.live._deepspeed_zero3 import Zero3
 from dynadapt.errors import Finding, Refused
@@ -136,8 +134,8 @@ class DeepSpeedZeroAdapter:
         outcomes += aside.apply_counters(engine, state.counters, aux.get("counters"))
         outcomes += apply_data(state, aux.get("data"))
         outcomes += aside.apply_scaler(engine.optimizer, aux.get("scaler"))
-        outcomes += _torch_aux.apply_behaviour(aside.behaviour(engine), aux.get("behaviour"))
-        outcomes += _torch_aux.dropped_extras(state, keys)
+        outcomes += apply_behaviour(aside.behaviour(engine), aux.get("behaviour"))
+        outcomes += dropped_extras(state, keys)
         outcomes += apply_user(state.user, aux)
         agree()
         view.gather_persistent()

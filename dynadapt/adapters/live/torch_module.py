@@ -16,7 +16,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from dynadapt.adapters._common import apply_groups, apply_scheduler, apply_user, unwrapped
+from dynadapt.adapters._aux import (
+    apply_behaviour,
+    apply_groups,
+    apply_scheduler,
+    apply_user,
+    dropped_extras,
+)
+from dynadapt.adapters._common import unwrapped
 from dynadapt.adapters.live import _fsdp2, _torch_aux
 from dynadapt.adapters.live._torch_optimizer import SourceStates, StateMaker, write_scalars
 from dynadapt.adapters.live._torch_view import View, check_supported
@@ -62,14 +69,13 @@ class TorchModuleAdapter:
         """Give the target's optimizer the states that the source has, and only those."""
         view = View(TrainState.of(x))
         source = SourceStates(keys)
-        findings = [*view.not_materialised(), *view.differing_ties(keys)]
+        findings = view.not_materialised()
         if view.optimizer is None or not source:
             if findings:
                 raise Refused(findings)
             return view.described()
         maker = StateMaker(view.holder)
         findings += maker.findings(view.held, source)
-        findings += view.outside_optimizer(source)
         if findings:
             raise Refused(findings)
         self.abandon(x)
@@ -92,9 +98,6 @@ class TorchModuleAdapter:
         state = TrainState.of(x)
         _fsdp2.reshard(state.model)
         view = View(state)
-        findings = view.differing_ties(keys)
-        if findings:
-            raise Refused(findings)
         source = SourceStates(keys)
         outcomes: list[Outcome] = []
         if view.optimizer is not None:
@@ -106,8 +109,8 @@ class TorchModuleAdapter:
         outcomes += apply_scheduler(state.scheduler, aux.get("scheduler"))
         outcomes += _torch_aux.apply_scaler(state.scaler, aux.get("scaler"))
         outcomes += _torch_aux.apply_counters(state, aux.get("counters"), aux.get("data"))
-        outcomes += _torch_aux.apply_behaviour(view.behaviour(), aux.get("behaviour"))
-        outcomes += _torch_aux.dropped_extras(state, keys)
+        outcomes += apply_behaviour(view.behaviour(), aux.get("behaviour"))
+        outcomes += dropped_extras(state, keys)
         outcomes += apply_user(state.user, aux)
         return tuple(outcomes)
 
