@@ -320,7 +320,8 @@ def _same_places(a: Row, b: Row) -> bool:
     ):
         first, second = _digits(a, steps), _digits(b, steps)
         if first is not None and second is not None:
-            return Box(*first).intersect(Box(*second)) is not None
+            grid = zip(*first, *second, strict=True)
+            return all(max(lo, low) < min(hi, high) for lo, hi, low, high in grid)
     if a.box.volume + b.box.volume > _SMALL:
         return False
     return bool(np.intersect1d(_places(a), _places(b)).size)

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+Tensors = dict[str, torch.Tensor]
+
 VOCAB, WIDTH, HIDDEN = 12, 8, 20
 
 
@@ -101,6 +103,16 @@ def tensor_parallel(model: nn.Module, tp: int = 2) -> tuple[nn.Module, torch.opt
     from torch.distributed._composable.replicate_with_fsdp import replicate
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
+    parallelize(model, mesh["tp"])
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    replicate(model, mesh=mesh["dp"], mp_policy=policy)
+    return model, adamw(model), mesh
+
+
+def parallelize(model: nn.Module, mesh: Any) -> None:
+    """Tensor parallelism over a 1-D mesh, with the tie that torch cuts made again."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -108,15 +120,54 @@ def tensor_parallel(model: nn.Module, tp: int = 2) -> tuple[nn.Module, torch.opt
         parallelize_module,
     )
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
     rules = {
         "embed": RowwiseParallel(input_layouts=Replicate()),
         "up": ColwiseParallel(),
         "down": RowwiseParallel(),
         "head": ColwiseParallel(output_layouts=Replicate()),
     }
-    parallelize_module(model, mesh["tp"], rules)
+    parallelize_module(model, mesh, rules)
     model.head.weight = model.embed.weight
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    replicate(model, mesh=mesh["dp"], mp_policy=policy)
-    return model, adamw(model), mesh
+
+
+def zero_tensors(engine: Any, slots: tuple[str, ...] = ("exp_avg", "exp_avg_sq")) -> Tensors:
+    """Every master and optimizer state of a ZeRO-3 engine, by DeepSpeed's own gathers."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    found: Tensors = {}
+    for name, param in engine.module.named_parameters():
+        if not param.requires_grad:
+            with deepspeed.zero.GatheredParameters([param]):
+                found[f"{name}/param"] = param.detach().float().clone()
+            continue
+        found[f"{name}/param"] = safe_get_full_fp32_param(param).clone()
+        for slot in slots:
+            found[f"{name}/{slot}"] = safe_get_full_optimizer_state(param, slot).clone()
+    return found
+
+
+def torch_tensors(
+    model: nn.Module, optimizer: Any, slots: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+) -> Tensors:
+    """The same of a plain or DTensor model, by DTensor's own gather."""
+    found: Tensors = {}
+    for raw, param in model.named_parameters():
+        name = raw.removeprefix("module.")
+        found[f"{name}/param"] = _full(param.detach()).float()
+        for slot in slots:
+            if slot in optimizer.state.get(param, {}):
+                found[f"{name}/{slot}"] = _full(optimizer.state[param][slot])
+    return found
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    gather = getattr(tensor, "full_tensor", None)
+    full: torch.Tensor = gather() if gather is not None else tensor
+    return full.clone()
+
+
+def differing(a: Tensors, b: Tensors) -> list[str]:
+    """Names whose bits differ; both must have the same names."""
+    assert sorted(a) == sorted(b)
+    return [n for n in a if not torch.equal(a[n].view(torch.int32), b[n].view(torch.int32))]

@@ -13,39 +13,6 @@ if TYPE_CHECKING:
     from tests._ranks import Pool
 
 
-def _zero_tensors(engine: Any) -> dict[str, torch.Tensor]:
-    """Every master and moment, by DeepSpeed's own gathers."""
-    import deepspeed
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-    found: dict[str, torch.Tensor] = {}
-    for name, param in engine.module.named_parameters():
-        if not param.requires_grad:
-            with deepspeed.zero.GatheredParameters([param]):
-                found[f"{name}/param"] = param.detach().float().clone()
-            continue
-        found[f"{name}/param"] = safe_get_full_fp32_param(param).clone()
-        for slot in ("exp_avg", "exp_avg_sq"):
-            found[f"{name}/{slot}"] = safe_get_full_optimizer_state(param, slot).clone()
-    return found
-
-
-def _torch_tensors(model: torch.nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
-    """The same of a DTensor model, by DTensor's own gather."""
-    found: dict[str, torch.Tensor] = {}
-    for name, param in model.named_parameters():
-        found[f"{name}/param"] = _full(param.detach()).float()
-        for slot in ("exp_avg", "exp_avg_sq"):
-            if slot in optimizer.state.get(param, {}):
-                found[f"{name}/{slot}"] = _full(optimizer.state[param][slot])
-    return found
-
-
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    gather = getattr(tensor, "full_tensor", None)
-    return (gather() if gather is not None else tensor).clone()
-
-
 def _there_and_back(rank: int, world: int) -> dict[str, Any]:
     engine = jobs.zero3(jobs.net())
     for number in range(4):
@@ -54,11 +21,11 @@ def _there_and_back(rank: int, world: int) -> dict[str, Any]:
     with torch.no_grad():
         engine(jobs.tokens(99, rank))
     engine.train()
-    before = _zero_tensors(engine)
+    before = jobs.zero_tensors(engine)
     model, optimizer, mesh = jobs.tensor_parallel(jobs.net(seed=1))
     state = dynadapt.TrainState(model=model, optimizer=optimizer, counters={})
     there = dynadapt.migrate(engine, state, timeout=30)
-    middle = _torch_tensors(model, optimizer)
+    middle = jobs.torch_tensors(model, optimizer)
     steps = {float(entry["step"]) for entry in optimizer.state.values()}
     row = mesh.get_local_rank("dp")
     batch = torch.cat([jobs.tokens(4, 2 * row), jobs.tokens(4, 2 * row + 1)])
@@ -66,33 +33,26 @@ def _there_and_back(rank: int, world: int) -> dict[str, Any]:
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    after_step = _torch_tensors(model, optimizer)
+    after_step = jobs.torch_tensors(model, optimizer)
     with torch.no_grad():
         held_out = float(model(jobs.tokens(99, row)))
     back = dynadapt.migrate(state, engine, timeout=30)
-    again = _zero_tensors(engine)
+    again = jobs.zero_tensors(engine)
     engine.eval()
     with torch.no_grad():
         held_out_again = float(engine(jobs.tokens(99, row)))
     engine.train()
     losses = [jobs.step(engine, number) for number in range(5, 8)]
     return {
-        "bits": [_differing(before, middle), _differing(after_step, again)],
+        "bits": [jobs.differing(before, middle), jobs.differing(after_step, again)],
         "count": len(before),
         "steps": steps,
         "global_steps": engine.global_steps,
         "reports": [there.to_json(), back.to_json()],
         "held_out": (held_out, held_out_again),
         "finite": all(loss == loss for loss in losses),
-        "moved_on": _differing(again, _zero_tensors(engine)),
+        "moved_on": jobs.differing(again, jobs.zero_tensors(engine)),
     }
-
-
-def _differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
-    assert sorted(a) == sorted(b)
-    return [
-        name for name in a if not torch.equal(a[name].view(torch.int32), b[name].view(torch.int32))
-    ]
 
 
 def test_there_and_back_bit_for_bit(ranks4: Pool) -> None:

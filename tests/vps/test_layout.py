@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dynadapt.errors import Refused
 from dynadapt.testing import strategies as more
 from dynadapt.vps import cover
-from dynadapt.vps.box import Box, linear_index
+from dynadapt.vps.box import Box, linear_index, row_major_strides
 from dynadapt.vps.keys import Key, KeySpec
 from dynadapt.vps.layout import MAX_ROWS_PER_KEY, Layout, Row, RowLayout, file_endpoint
 
@@ -68,7 +68,7 @@ def test_random_layouts_cover_and_never_hold_twice(
 def test_the_proof_finds_every_gap(data: st.DataObject, shape: tuple[int, ...]) -> None:
     spec = replace(W, shape=shape)
     boxes = data.draw(st.lists(more.boxes(shape), max_size=3))
-    rows = {e: [Row(spec.key, b, "b", 0, (1,) * len(shape))] for e, b in enumerate(boxes)}
+    rows = {e: [Row(spec.key, b, "b", 0, row_major_strides(b.shape))] for e, b in enumerate(boxes)}
     layout = RowLayout([spec], rows)
     missing = int((sum(masks(layout, spec.key).values(), np.zeros(shape, np.int64)) == 0).sum())
     findings = cover.prove(layout)

@@ -1,0 +1,124 @@
+"""Declared layouts against a brute force over all ranks."""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynadapt.errors import Refused
+from dynadapt.testing import strategies as more
+from dynadapt.vps import cover
+from dynadapt.vps.box import Box, linear_index
+from dynadapt.vps.keys import Key, KeySpec
+from dynadapt.vps.layout import Layout
+from dynadapt.vps.mesh_layout import Flat, MeshLayout, Placement, Replicate, Shard
+
+AXES = ("pp", "dp", "tp")
+
+
+@st.composite
+def placed(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[Placement, ...]:
+    found: list[Placement] = []
+    for axis in draw(st.permutations(AXES)):
+        kind = draw(st.sampled_from(["replicate", "shard", "flat", "left out"]))
+        if kind == "shard" and shape:
+            found.append(Shard(axis, draw(st.integers(0, len(shape) - 1))))
+        elif kind == "flat":
+            found.append(Flat(axis, draw(st.integers(1, 4))))
+            break
+        elif kind == "replicate":
+            found.append(Replicate(axis))
+    return tuple(found)
+
+
+def held(
+    shape: tuple[int, ...], axes: dict[str, int], own: tuple[Placement, ...], place: dict[str, int]
+) -> set[int]:
+    """Linear indices that one place holds, by cutting an array of indices with torch."""
+    local = torch.arange(prod(shape)).reshape(shape)
+    for placement in own:
+        ways, index = axes[placement.axis], place[placement.axis]
+        if isinstance(placement, Shard):
+            parts = local.chunk(ways, placement.dim)
+            local = parts[index] if index < len(parts) else local.flatten()[:0]
+            if not local.numel():
+                return set()
+        elif isinstance(placement, Flat):
+            part = -(-local.numel() // (ways * placement.multiple)) * placement.multiple
+            local = local.flatten()[index * part : (index + 1) * part]
+    return set(local.flatten().tolist())
+
+
+@given(st.data(), more.shapes(max_dims=4, max_volume=120), st.tuples(*[st.integers(1, 4)] * 3))
+def test_rows_and_holders_are_what_cutting_gives(
+    data: st.DataObject, shape: tuple[int, ...], sizes: tuple[int, ...]
+) -> None:
+    axes = dict(zip(AXES, sizes, strict=True))
+    own = data.draw(placed(shape))
+    spec = KeySpec(Key("w", "param"), shape, "float32")
+    seats = [3 * i + 1 for i in range(prod(sizes))][::-1]
+    mesh = MeshLayout(axes, [spec], {spec.key: own}, seats)
+    assert isinstance(mesh, Layout)
+    explicit = mesh.explicit()
+    assert cover.prove(explicit) == cover.prove(mesh) == ()
+    for seat, place in zip(seats, np.ndindex(*sizes), strict=True):
+        found = [
+            linear_index(x, shape)
+            for row in mesh.rows(seat)
+            for x in np.ndindex(*row.box.shape)
+            for x in [tuple(a + b for a, b in zip(x, row.box.lo, strict=True))]
+        ]
+        assert len(found) == len(set(found))
+        assert set(found) == held(shape, axes, own, dict(zip(AXES, place, strict=True)))
+    box = data.draw(more.boxes(shape))
+    assert mesh.holders(spec.key, box) == explicit.holders(spec.key, box)
+    assert mesh.endpoints == explicit.endpoints
+
+
+def test_a_layout_on_a_hundred_thousand_ranks_costs_its_own_rows() -> None:
+    specs = [KeySpec(Key(f"w{i}", "param"), (1 << 16, 1 << 14), "bfloat16") for i in range(8)]
+    own = (Shard("tp", 0), Flat("dp", 8))
+    mesh = MeshLayout({"dp": 12_500, "tp": 8}, specs, {spec.key: own for spec in specs})
+    assert len(mesh.rows(77_777)) <= 8 * 3
+    box = mesh.rows(77_777)[0].box
+    assert 77_777 in {holder.endpoint for holder in mesh.holders(specs[0].key, box)}
+
+
+def test_equal_declarations_have_equal_digests() -> None:
+    spec = KeySpec(Key("w", "param"), (8, 8), "float32")
+    one = MeshLayout({"dp": 2}, [spec], {spec.key: (Shard("dp", 0),)})
+    assert one.digest() == MeshLayout({"dp": 2}, [spec], {spec.key: [Shard("dp", 0)]}).digest()
+    assert one.digest() != MeshLayout({"dp": 2}, [spec], {spec.key: (Shard("dp", 1),)}).digest()
+    assert one.digest() != MeshLayout({"dp": 2}, [spec], {}, (1, 0)).digest()
+
+
+def test_absent_keys_have_no_rows() -> None:
+    spec = KeySpec(Key("w", "exp_avg"), (8,), "float32", presence="none")
+    mesh = MeshLayout({"dp": 2}, [spec], {})
+    assert mesh.rows(0) == () == mesh.holders(spec.key, Box((0,), (8,)))
+
+
+def test_all_bad_placements_are_refused_together() -> None:
+    specs = [KeySpec(Key(name, "param"), (4, 4), "float32") for name in "abcd"]
+    placements = [
+        (Shard("ep", 0),),
+        (Shard("dp", 2),),
+        (Flat("dp"), Shard("tp", 0)),
+        (Shard("dp", 0), Shard("dp", 1)),
+    ]
+    with pytest.raises(Refused) as caught:
+        MeshLayout(
+            {"dp": 2, "tp": 2},
+            specs,
+            {spec.key: own for spec, own in zip(specs, placements, strict=True)},
+            (0, 1, 2, 2),
+        )
+    assert [finding.where for finding in caught.value.findings] == [
+        *(f"{name}/param" for name in "abcd"),
+        "mesh",
+    ]
