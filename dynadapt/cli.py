@@ -6,7 +6,8 @@ import importlib.metadata
 import json
 import platform
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,9 +15,6 @@ from rich.table import Table
 
 import dynadapt
 from dynadapt.errors import DynadaptError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 __all__ = ["app", "main"]
 

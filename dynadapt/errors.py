@@ -113,7 +113,6 @@ class MigrationAborted(DynadaptError):
         self.phase = phase
         self.cause = cause
         self.findings = tuple(dict.fromkeys(findings))
-        self.reason_given = reason
         first = self.findings[0].reason if self.findings else "failed"
         super().__init__(
             f"migration aborted in phase {phase!r} by seat {seat}: {cause}", reason=reason or first

@@ -74,11 +74,14 @@ class RawFolder:
         prepared = self._prepared.get(folder)
         if prepared is not None:
             return prepared
-        return Described((), (), {}, files={file_endpoint(str(p)): () for p in _paths(folder, split)})
+        return Described(
+            (), (), {}, files={file_endpoint(str(p)): () for p in _paths(folder, split)}
+        )
 
     def prepare(self, x: Any, keys: tuple[KeySpec, ...]) -> Described:
         folder, split = _where(x)
-        assert folder is not None and split is not None
+        assert folder is not None
+        assert split is not None
         folder.mkdir(exist_ok=True)
         described = _described(folder, keys, split, {}, ())
         ends = dict.fromkeys(_paths(folder, split), 0)

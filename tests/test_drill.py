@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,6 +16,9 @@ from dynadapt.vps.keys import Key, KeySpec
 from dynadapt.vps.layout import RowLayout, file_endpoint
 from dynadapt.vps.mesh_layout import Flat, MeshLayout, Shard
 from tests import _drill_format
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 AUX = (AuxItem("param_groups", [{"lr": 1e-3, "params": ["embed"]}, {"lr": 0.0, "params": []}]),)
 BUDGET = 64 << 10
@@ -98,7 +100,12 @@ def _fresh(layout: RowLayout, seat: int) -> MemoryState | None:
     return MemoryState(layout, seat, absent=absent) if seat in layout.endpoints else None
 
 
-LAYOUTS = {"zero3 x 4": _zero3(4), "zero3 x 3": _zero3(3), "dp2 x tp2": _grid(2, 2), "tp3": _grid(1, 3)}
+LAYOUTS = {
+    "zero3 x 4": _zero3(4),
+    "zero3 x 3": _zero3(3),
+    "dp2 x tp2": _grid(2, 2),
+    "tp3": _grid(1, 3),
+}
 
 
 @pytest.mark.parametrize("target", LAYOUTS)
@@ -111,7 +118,8 @@ def test_live_to_live_and_back(source: str, target: str) -> None:
         assert report.bytes_moved == report.bytes_minimum
         if b is not None:
             assert b.differing(_values()) == []
-            assert b.scalars == _scalars() and tuple(b.aux.values()) == AUX
+            assert b.scalars == _scalars()
+            assert tuple(b.aux.values()) == AUX
         back = _fresh(LAYOUTS[source], session.seat)
         api.migrate(b, back, session=session, budget=BUDGET, timeout=20)
         assert back is None or back.differing(_values()) == []
@@ -138,8 +146,10 @@ def test_live_to_files_to_another_world(
         b = _fresh(LAYOUTS["zero3 x 3"], session.seat)
         report = api.migrate(folder, b, session=session, timeout=20)
         assert report.bytes_moved == report.bytes_minimum == 0
-        assert b is not None and b.differing(_values()) == []
-        assert b.scalars == _scalars() and tuple(b.aux.values()) == AUX
+        assert b is not None
+        assert b.differing(_values()) == []
+        assert b.scalars == _scalars()
+        assert tuple(b.aux.values()) == AUX
 
     run_seats(4, save)
     run_seats(3, load)

@@ -13,7 +13,7 @@ from dynadapt.vps.keys import Key
 from dynadapt.vps.layout import RowLayout
 
 if TYPE_CHECKING:
-    from dynadapt.protocols import Described
+    from dynadapt.protocols import AuxPolicy, Described
     from dynadapt.transport.control import Control
     from dynadapt.vps.layout import Row
 
@@ -55,20 +55,24 @@ def unite(name: str, control: Control, own: Described | None) -> Side | None:
     parts = {seat: report for seat, report in reports.items() if report is not None}
     if not parts:
         return None
+    read = _Reader()
     described: dict[int, tuple[Any, Any]] = {}
-    for seat, report in parts.items():
-        rows = wire.decode_rows(report["rows"])
-        described[seat] = (wire.decode_specs(report["specs"]), rows)
+    first_specs = next(iter(parts.values()))["specs"]
+    for number, (seat, report) in enumerate(parts.items()):
+        # the first seat's specs once more would neither add nor contradict anything
+        told = number and report["specs"] == first_specs
+        specs = () if told else wire.decode_specs(wire.decode(report["specs"]))
+        described[seat] = (specs, read.rows(report["rows"]))
         for endpoint, file_rows in report["files"].items():
-            described[endpoint] = ((), wire.decode_rows(file_rows))
+            described[endpoint] = ((), read.rows(file_rows))
     if all(report["files"] for report in parts.values()):
         for seat in parts:  # a seat that only reads or writes files holds nothing itself
-            specs, rows = described.pop(seat)
+            specs, _ = described.pop(seat)
             first = min(described)
             described[first] = ((*described[first][0], *specs), described[first][1])
     findings: list[Finding] = []
-    scalars = _unite_scalars(parts, findings)
-    aux = _unite_aux(parts, findings, control.seat)
+    scalars = _unite_scalars(parts, findings, read)
+    aux = _unite_aux(parts, findings, read, control.seat)
     try:
         layout = RowLayout.of_seats(described)
     except Refused as refused:
@@ -85,23 +89,45 @@ def unite(name: str, control: Control, own: Described | None) -> Side | None:
     )
 
 
+class _Reader:
+    """Decodes what seats told; seats mostly tell the same, and equal bytes are decoded once."""
+
+    def __init__(self) -> None:
+        self._values: dict[bytes, Any] = {}
+        self._rows: dict[bytes, tuple[Row, ...]] = {}
+
+    def value(self, data: bytes) -> Any:
+        """The value of a message, shared: not to be changed."""
+        if data not in self._values:
+            self._values[data] = wire.decode(data)
+        return self._values[data]
+
+    def rows(self, data: bytes) -> tuple[Row, ...]:
+        """The rows of a message."""
+        if data not in self._rows:
+            self._rows[data] = wire.decode_rows(wire.decode(data))
+        return self._rows[data]
+
+
 def _lower(own: Described) -> dict[str, Any]:
+    """What a seat tells of its part; in parts that are messages of their own, see `_Reader`."""
+    files = own.files.items()
     return {
-        "specs": wire.encode_specs(own.specs),
-        "rows": wire.encode_rows(own.rows),
-        "scalars": {name: dict(values) for name, values in own.scalars.items()},
-        "aux": [[item.path, item.policy, item.value] for item in own.aux],
+        "specs": wire.encode(wire.encode_specs(own.specs)),
+        "rows": wire.encode(wire.encode_rows(own.rows)),
+        "scalars": wire.encode({name: dict(values) for name, values in own.scalars.items()}),
+        "aux": [[item.path, item.policy, wire.encode(item.value)] for item in own.aux],
         "coordinate": dict(own.coordinate),
-        "files": {endpoint: wire.encode_rows(rows) for endpoint, rows in own.files.items()},
+        "files": {endpoint: wire.encode(wire.encode_rows(rows)) for endpoint, rows in files},
         "flat_step": own.flat_step,
     }
 
 
-def _unite_scalars(parts: Mapping[int, Any], findings: list[Finding]) -> Scalars:
+def _unite_scalars(parts: Mapping[int, Any], findings: list[Finding], read: _Reader) -> Scalars:
     found: dict[str, dict[str, int | float]] = {}
     told: dict[tuple[str, str], int] = {}
     for seat, report in parts.items():
-        for name, values in report["scalars"].items():
+        for name, values in read.value(report["scalars"]).items():
             for label, value in values.items():
                 known = found.setdefault(name, {}).setdefault(label, value)
                 first = told.setdefault((name, label), seat)
@@ -117,26 +143,30 @@ def _unite_scalars(parts: Mapping[int, Any], findings: list[Finding]) -> Scalars
     return found
 
 
-def _unite_aux(parts: Mapping[int, Any], findings: list[Finding], me: int) -> Mapping[str, AuxItem]:
-    found: dict[str, tuple[int, AuxItem]] = {}
+def _unite_aux(
+    parts: Mapping[int, Any], findings: list[Finding], read: _Reader, me: int
+) -> Mapping[str, AuxItem]:
+    found: dict[str, tuple[int, AuxPolicy, bytes]] = {}
     for seat, report in parts.items():
-        for path, policy, value in report["aux"]:
-            item = AuxItem(path, value, policy)
+        for path, policy, data in report["aux"]:
             if policy == "per-rank":
                 if seat == me:
-                    found[path] = (seat, item)
+                    found[path] = (seat, policy, data)
                 continue
-            first, known = found.setdefault(path, (seat, item))
-            if wire.encode(known.value) != wire.encode(value):
+            first, _, known = found.setdefault(path, (seat, policy, data))
+            if known != data:
+                where = _where(read.value(known), read.value(data))
                 findings.append(
                     Finding(
                         "ranks-disagree",
                         path,
-                        f"differs between seat {first} and seat {seat}{_where(known.value, value)}",
+                        f"differs between seat {first} and seat {seat}{where}",
                         "make it equal on all ranks",
                     )
                 )
-    return {path: item for path, (_, item) in found.items()}
+    return {
+        path: AuxItem(path, wire.decode(data), policy) for path, (_, policy, data) in found.items()
+    }
 
 
 def _where(a: Any, b: Any, at: str = "") -> str:

@@ -145,8 +145,9 @@ class MemoryState:
         return self._gathered.get(row, self.view(row))
 
     def gather(self) -> None:
-        """Keep copies of all rows, and read from those."""
-        self._gathered = {row: self.view(row).clone() for row in self.rows}
+        """Keep copies of all rows, and read from those; once gathered, changes of the rows are not seen."""
+        if not self._gathered:
+            self._gathered = {row: self.view(row).clone() for row in self.rows}
 
     def release(self) -> None:
         """Drop the gathered copies."""
@@ -156,12 +157,16 @@ class MemoryState:
         """One optimizer step: the same function of every element, whatever the layout."""
         self.release()
         for row in self.rows:
+            if row.key in self.absent:
+                self.view(row).zero_()
+        self.absent = set()
+        for row in self.rows:
             spec = self.layout.by_name[row.key]
-            if spec.trainable and row.key not in self.absent and not spec.derived:
-                view = self.view(row)
-                view.mul_(0.5).add_(1.0)
+            if spec.trainable and not spec.derived:
+                self.view(row).mul_(0.5).add_(1.0)
         self.rebuild()
-        for own in self.scalars.values():
+        for name in {spec.key.name for spec in self.layout.keys if spec.kind == "state"}:
+            own = self.scalars.setdefault(name, {})
             own["step"] = own.get("step", 0) + 1
 
     def rebuild(self) -> None:

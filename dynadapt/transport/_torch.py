@@ -56,4 +56,4 @@ def cast_into(target: torch.Tensor, source: torch.Tensor) -> None:
     nan = torch.isnan(source)
     if nan.any():
         upper = (source[nan].to(torch.float32).view(torch.int32) >> 16) | 0x40
-        target[nan] = upper.to(torch.int16).view(torch.bfloat16).to(target.device)
+        target.view(torch.int16)[nan] = upper.to(torch.int16).to(target.device)

@@ -32,14 +32,18 @@ _DIGIT = 12
 _BLOCK = 1 << 17
 """Elements hashed at a time: the widened words stay in the cache."""
 
+_SHORT = 512
+"""Inner products shorter than this are made longer, by multiplying the weights of two dims."""
+
 
 def _splitmix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    with np.errstate(over="ignore"):
-        x = x + np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        mixed: NDArray[np.uint64] = x ^ (x >> np.uint64(31))
-        return mixed
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return x
 
 
 @lru_cache(maxsize=65536)
@@ -57,23 +61,20 @@ def _table(seed: int, dim: int, digit: int, start: int, stop: int) -> NDArray[np
     """Odd weights of the digit values `[start, stop)`."""
     salt = (seed + (dim * 4 + digit + 1) * 0xD1342543DE82EF95) & _MASK
     values = np.arange(start, stop, dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        mixed = _splitmix(values * np.uint64(0x9E3779B97F4A7C15) + np.uint64(salt))
-        odd: NDArray[np.uint64] = mixed | np.uint64(1)
-        return odd
+    values *= np.uint64(0x9E3779B97F4A7C15)
+    values += np.uint64(salt)
+    return _splitmix(values) | np.uint64(1)
 
 
 def _dim_weights(seed: int, dim: int, lo: int, hi: int) -> NDArray[np.uint64]:
     """Odd weights of the coordinates `[lo, hi)` of one dim."""
     high_lo, high_hi = lo >> _DIGIT, ((hi - 1) >> _DIGIT) + 1
-    low = _table(seed, dim, 0, 0, 1 << _DIGIT)
     high = _table(seed, dim, 1, high_lo, high_hi)
+    base = high_lo << _DIGIT
     if high_hi - high_lo == 1:
-        one: NDArray[np.uint64] = low[lo - (high_lo << _DIGIT) : hi - (high_lo << _DIGIT)] * high[0]
-        return one
-    x = np.arange(lo, hi, dtype=np.int64)
-    weights: NDArray[np.uint64] = low[x & ((1 << _DIGIT) - 1)] * high[(x >> _DIGIT) - high_lo]
-    return weights
+        return _table(seed, dim, 0, lo - base, hi - base) * high
+    low = _table(seed, dim, 0, 0, 1 << _DIGIT)
+    return _outer(high, low)[lo - base : hi - base]
 
 
 def word_weights(seed: int, count: int) -> NDArray[np.uint64]:
@@ -108,42 +109,68 @@ def weighted_sum(array: NDArray[Any], box: Box, key: Key) -> int:
     return _sum(array, weights, seed)
 
 
+class _Inner:
+    """Weights of the innermost dims, flattened, in the form in which they are applied fastest."""
+
+    __slots__ = ("_even", "_odd", "_size", "_weights")
+
+    def __init__(self, weights: NDArray[np.uint64], size: int) -> None:
+        self._weights, self._size = weights, size
+        self._even: NDArray[np.uint64] | None = None
+        if size == 4 and not weights.size % 2:
+            self._even = np.ascontiguousarray(weights[0::2])
+            self._odd = weights[1::2] - (self._even << np.uint64(32))
+
+    def apply(self, flat: NDArray[Any]) -> NDArray[np.uint64]:
+        """Sums of consecutive stretches of `flat`, each as long as the weights.
+
+        Two 32-bit words are one 64-bit number `v = first + 2**32 * second`, so mod 2^64 the weights
+        `a` and `b` of the two are `v * a + (v >> 32) * (b - 2**32 * a)`, and nothing is widened.
+        """
+        if self._even is not None:
+            pairs = flat.view(np.uint64)
+            if pairs.flags.aligned:
+                pairs = pairs.reshape(-1, self._even.size)
+                sums = np.einsum("ij,j->i", pairs, self._even)
+                sums += np.einsum("ij,j->i", pairs >> np.uint64(32), self._odd)
+                return sums
+        words = flat.view(f"u{self._size}").astype(np.uint64)
+        return np.einsum("ij,j->i", words.reshape(-1, self._weights.size), self._weights)
+
+
 def _sum(array: NDArray[Any], weights: Sequence[NDArray[np.uint64]], seed: int) -> int:
+    """The hash of a box: cut along its first dims into blocks that fit the cache, and added."""
     if not array.ndim:
-        return _block(array.reshape(1), [np.ones(1, np.uint64)], seed)
+        array, weights = array.reshape(1), [np.ones(1, np.uint64)]
     inner = prod(array.shape[1:])
-    if array.size <= _BLOCK:
-        return _block(array, weights, seed)
-    total = 0
     if inner > _BLOCK:
-        for i in range(array.shape[0]):
-            total += int(weights[0][i]) * _sum(array[i], weights[1:], seed)
-        return total & _MASK
+        slabs = zip(weights[0].tolist(), array, strict=True)
+        return sum(weight * _sum(slab, weights[1:], seed) for weight, slab in slabs) & _MASK
+    first, dims, size = weights[0], list(weights[1:]), array.dtype.itemsize
+    if size > 4:
+        dims.append(word_weights(seed, size // 4))
+    last = dims.pop() if dims else np.ones(1, np.uint64)
+    while dims and last.size < _SHORT:
+        last = _outer(dims.pop(), last)
+    prepared = _Inner(last, min(size, 4)) if last.size >= _SHORT else None
     rows = max(_BLOCK // inner, 1)
+    total = 0
     for at in range(0, array.shape[0], rows):
-        part = [weights[0][at : at + rows], *weights[1:]]
-        total += _block(array[at : at + rows], part, seed)
+        flat = np.ascontiguousarray(array[at : at + rows]).reshape(-1)
+        own = first[at : at + rows]
+        if prepared is None:
+            total += int(_Inner(_outer(own, last), min(size, 4)).apply(flat)[0])
+            continue
+        sums = prepared.apply(flat)
+        for weight in (*reversed(dims), own):
+            sums = np.einsum("ij,j->i", sums.reshape(-1, weight.size), weight)
+        total += int(sums[0])
     return total & _MASK
 
 
-def _block(array: NDArray[Any], weights: Sequence[NDArray[np.uint64]], seed: int) -> int:
-    """The hash of a block that fits the cache: widen to 64-bit words, then reduce dim by dim."""
-    flat = np.ascontiguousarray(array).reshape(-1)
-    size = flat.dtype.itemsize
-    if size <= 4:
-        words = flat.view(f"u{size}").astype(np.uint64)
-        dims = list(weights)
-    else:
-        words = flat.view("<u4").astype(np.uint64)
-        dims = [*weights, word_weights(seed, size // 4)]
-    inner = dims.pop()
-    while dims and inner.size < 512:  # few, long inner products are fast, many short ones are not
-        inner = (dims.pop()[:, None] * inner[None, :]).reshape(-1)
-    column = np.einsum("ij,j->i", words.reshape(-1, inner.size), inner)
-    while dims:
-        last = dims.pop()
-        column = np.einsum("ij,j->i", column.reshape(-1, last.size), last)
-    return int(column[0])
+def _outer(a: NDArray[np.uint64], b: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """All products, flat, those of one element of `a` side by side."""
+    return (a[:, None] * b[None, :]).reshape(-1)
 
 
 def fingerprint(specs: Iterable[KeySpec], sums: Mapping[Key, int]) -> str:

@@ -155,7 +155,7 @@ def _hash(storage: Storage, endpoint: int, want: Wanted, cell: Box) -> int:
         cast = torch.empty(part.shape, dtype=torch_dtype(want.dtype))
         cast_into(cast, view[window].to("cpu"))
         if want.any_nan and cast.is_floating_point():
-            cast[torch.isnan(cast)] = float("nan")
+            cast[torch.isnan(cast)] = float("nan")  # one pattern for all
         total += weighted_sum(as_words(cast), part, want.as_key)
     return total & _MASK
 

@@ -31,6 +31,9 @@ __all__ = ["Control", "Timeouts"]
 _PIECE = 8 << 20
 """Bytes of one value in the store; longer messages are cut."""
 
+_LOOK = 0.02
+"""Seconds between two looks at whether what is waited for can still come."""
+
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
@@ -119,16 +122,30 @@ class Control:
     def _await_decision(self, place: str, name: str) -> Any:
         # longer than a phase may take: a peer that runs into its own limit still gets to say so
         deadline = time.monotonic() + self.timeouts.phase + min(self.timeouts.phase / 2, 30.0)
-        for pause in _pauses():
-            if self._store.check([f"{place}/decision"]):
-                return json.loads(self._store.get(f"{place}/decision"))
+        for _ in self._until([f"{place}/decision"]):
             late = [s for s in self.seats if not self._store.check([f"{place}/{s}"])]
             over = time.monotonic() > deadline
             silent = late if over else [s for s in late if self._is_silent(s)]
             if silent:
                 self._decide(place, name, tuple(silent))
+        return json.loads(self._store.get(f"{place}/decision"))
+
+    def _until(self, keys: list[str]) -> Iterator[None]:
+        """Wait until the store has all keys; yields at times, for a look at whether it still can."""
+        looked = time.monotonic()
+        pause, longest = 0.0002, min(0.001 * (2 + len(self.seats)), 0.02)
+        while not self._store.check(keys):
+            if time.monotonic() - looked > _LOOK:
+                yield
+                looked = time.monotonic()
             time.sleep(pause)
-        raise AssertionError("unreachable")
+            pause = min(pause * 1.2, longest)
+
+    def _read(self, keys: list[str]) -> list[bytes]:
+        """The values of keys that are there, at once where the store can."""
+        if self._store.has_extended_api():  # type: ignore[attr-defined]
+            return list(self._store.multi_get(keys)) if keys else []
+        return [self._store.get(key) for key in keys]
 
     def _is_silent(self, seat: int) -> bool:
         """Whether a seat's heartbeat has not moved for longer than the vote timeout."""
@@ -142,32 +159,30 @@ class Control:
 
     def _decide(self, place: str, name: str, silent: tuple[int, ...]) -> None:
         """Write the outcome unless another seat was first."""
-        failures = []
-        for seat in self.seats:
-            if self._store.check([f"{place}/{seat}"]):
-                ballot = json.loads(self._store.get(f"{place}/{seat}"))
-                if ballot:
-                    failures.append((seat, ballot))
-            elif seat in silent:
-                cause = f"no sign of it in phase {name!r}; its process may be dead or stuck"
-                failures.append(
-                    (seat, {"cause": cause, "reason": "seat-lost", "echo": False, "findings": []})
-                )
+        there = [s for s in self.seats if not silent or self._store.check([f"{place}/{s}"])]
+        ballots = [json.loads(b) for b in self._read([f"{place}/{seat}" for seat in there])]
+        failures = [(seat, ballot) for seat, ballot in zip(there, ballots, strict=True) if ballot]
+        for seat in set(silent).difference(there):
+            cause = f"no sign of it in phase {name!r}; its process may be dead or stuck"
+            lost = {"cause": cause, "reason": "seat-lost", "echo": False, "findings": []}
+            failures.append((seat, lost))
+        failures.sort(key=lambda failure: failure[0])
         self._store.compare_set(f"{place}/decision", "", json.dumps(failures))
 
     def gather(self, name: str, payload: bytes) -> dict[int, bytes]:
         """Every seat's bytes of the same name, by seat. Raises `PeerFailed` if a seat has failed."""
         pieces = [payload[at : at + _PIECE] for at in range(0, len(payload), _PIECE)] or [b""]
-        for i, piece in enumerate(pieces):
+        for i, piece in enumerate(pieces[1:], 1):
             self._put(f"{name}/{self.seat}/{i}", piece)
-        self._put(f"{name}/{self.seat}/n", str(len(pieces)).encode())
+        self._put(f"{name}/{self.seat}", len(pieces).to_bytes(4, "little") + pieces[0])
+        others = [seat for seat in self.seats if seat != self.seat]
+        self._await([f"{name}/{seat}" for seat in others], others)
         found = {self.seat: payload}
-        for seat in self.seats:
-            if seat == self.seat:
-                continue
-            self._await(f"{name}/{seat}/n", seat)
-            count = int(self._store.get(f"{name}/{seat}/n"))
-            found[seat] = b"".join(self._store.get(f"{name}/{seat}/{i}") for i in range(count))
+        firsts = self._read([f"{name}/{seat}" for seat in others])
+        for seat, first in zip(others, firsts, strict=True):
+            count = int.from_bytes(first[:4], "little")
+            rest = (self._store.get(f"{name}/{seat}/{i}") for i in range(1, count))
+            found[seat] = b"".join((first[4:], *rest))
         return dict(sorted(found.items()))
 
     def gather_values(self, name: str, value: Any) -> dict[int, Any]:
@@ -184,16 +199,17 @@ class Control:
         self._mine.append(key)
         self._store.set(key, value)  # type: ignore[arg-type]
 
-    def _await(self, key: str, seat: int) -> None:
+    def _await(self, keys: list[str], seats: Sequence[int]) -> None:
+        """Wait for a key a seat, as long as none of the seats has failed."""
         deadline = time.monotonic() + self.timeouts.phase
-        for pause in _pauses():
-            if self._store.check([key]):
-                return
+        for _ in self._until(keys) if keys else ():
             if self._store.check(["failed"]):
                 raise PeerFailed
-            if self._is_silent(seat) or time.monotonic() > deadline:
-                raise ChannelError(f"seat {seat} sent nothing for {key!r}", peer=seat)
-            time.sleep(pause)
+            late = [s for k, s in zip(keys, seats, strict=True) if not self._store.check([k])]
+            over = time.monotonic() > deadline
+            silent = late if over else [seat for seat in late if self._is_silent(seat)]
+            if silent:
+                raise ChannelError(f"seat {silent[0]} sent nothing for {keys[0]!r}", peer=silent[0])
 
     def close(self) -> None:
         """Stop the heartbeat and take this seat's messages out of the store. After the last vote."""
@@ -204,13 +220,6 @@ class Control:
                 self._store.delete_key(key)
             except Exception:
                 return  # some stores cannot delete, a lost one need not
-
-
-def _pauses() -> Iterator[float]:
-    pause = 0.0002
-    while True:
-        yield pause
-        pause = min(pause * 1.3, 0.02)
 
 
 def _ballot(error: Exception | None) -> Any:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dynadapt.errors import Finding, Refused
+from dynadapt.errors import ChannelError, Finding, Refused
 from dynadapt.transport._torch import cast_into, dtype_name, torch_dtype
 from dynadapt.vps.keys import itemsize
 
@@ -137,7 +137,7 @@ def execute(
     is where the channel wants its messages: "cpu" for gloo, this seat's CUDA device for NCCL.
     """
     run = _Run(matched, source, target, channel, narrow, time.monotonic() + timeout, device)
-    pending: list[tuple[int, list[_Packed], Posted]] = []
+    pending: list[tuple[int, Chunk, list[_Packed], Posted]] = []
     for number, chunk in enumerate(chunk_list):
         if len(pending) == 2:
             run.settle(*pending.pop(0))
@@ -177,7 +177,7 @@ class _Run:
             self._copy(self._read(move), self._into(move), move)
             self.moved.copied += move.nbytes
 
-    def start(self, half: int, chunk: Chunk) -> tuple[int, list[_Packed], Posted]:
+    def start(self, half: int, chunk: Chunk) -> tuple[int, Chunk, list[_Packed], Posted]:
         """Pack and post one chunk, from one half of the staging memory."""
         assert self._channel is not None
         into, used = _messages(chunk.receives, lambda m: m.source, self._direct_target, 0)
@@ -196,12 +196,15 @@ class _Run:
         self.moved.peak_staging = max(self.moved.peak_staging, held)
         self.moved.chunks += 1
         self.moved.sent += sum(m.nbytes for m in chunk.sends)
-        return half, into, self._channel.post(receives, sends)
+        return half, chunk, into, self._channel.post(receives, sends)
 
-    def settle(self, half: int, into: list[_Packed], posted: Posted) -> None:
+    def settle(self, half: int, chunk: Chunk, into: list[_Packed], posted: Posted) -> None:
         """Wait for one chunk and unpack it."""
         began = time.monotonic()
-        posted.wait(self._deadline - began)
+        try:
+            posted.wait(self._deadline - began)
+        except ChannelError as error:
+            raise _named(error, chunk) from error
         self.moved.seconds_waiting += time.monotonic() - began
         for message in into:
             for piece in message.pieces:
@@ -257,6 +260,17 @@ class _Run:
         for part, cast in zip(_slabs(source), _slabs(target), strict=True):
             if not torch.equal(_bits(cast.to(part.dtype)), _bits(part.contiguous())):
                 raise Refused([_inexact(move, source.dtype, target.dtype)])
+
+
+def _named(error: ChannelError, chunk: Chunk) -> ChannelError:
+    """The same error with the tensors that were under way to or from that peer."""
+    keys = dict.fromkeys(
+        f"{move.key} {move.box}"
+        for move in (*chunk.receives, *chunk.sends)
+        if error.peer in {None, -1, move.source, move.target}
+    )
+    shown = ", ".join(list(keys)[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+    return ChannelError(f"{error}; under way in chunk {chunk.number}: {shown}", peer=error.peer)
 
 
 def _inexact(move: Move, source: torch.dtype, target: torch.dtype) -> Finding:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from math import prod
+from operator import ge, le, sub
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -45,9 +46,8 @@ class Box:
             raise ValueError(f"box {self.lo}..{self.hi} has two lengths")
         if len(self.lo) > MAX_DIMS:
             raise ValueError(f"box {self.lo}..{self.hi} has more than {MAX_DIMS} dims")
-        for low, high in zip(self.lo, self.hi, strict=True):
-            if not 0 <= low <= high:
-                raise ValueError(f"box {self.lo}..{self.hi} needs 0 <= lo <= hi in every dim")
+        if not all(map(le, self.lo, self.hi)) or min(self.lo, default=0) < 0:
+            raise ValueError(f"box {self.lo}..{self.hi} needs 0 <= lo <= hi in every dim")
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
@@ -66,26 +66,22 @@ class Box:
     @property
     def shape(self) -> tuple[int, ...]:
         """Extent per dim, in elements."""
-        return tuple(high - low for low, high in zip(self.lo, self.hi, strict=True))
+        return tuple(map(sub, self.hi, self.lo))
 
     @property
     def volume(self) -> int:
         """Number of elements; 1 for a box of no dims."""
-        return prod(self.shape)
+        return prod(map(sub, self.hi, self.lo))
 
     def intersect(self, other: Box) -> Box | None:
         """The common elements, or None where there are none."""
         lo = tuple(map(max, self.lo, other.lo))
         hi = tuple(map(min, self.hi, other.hi))
-        if any(low >= high for low, high in zip(lo, hi, strict=True)):
-            return None
-        return Box(lo, hi)
+        return None if any(map(ge, lo, hi)) else Box(lo, hi)
 
     def contains(self, other: Box) -> bool:
         """Whether every element of `other` is in this box."""
-        return all(a <= b for a, b in zip(self.lo, other.lo, strict=True)) and all(
-            a >= b for a, b in zip(self.hi, other.hi, strict=True)
-        )
+        return all(map(le, self.lo, other.lo)) and all(map(ge, self.hi, other.hi))
 
     def __str__(self) -> str:
         dims = ",".join(f"{low}:{high}" for low, high in zip(self.lo, self.hi, strict=True))

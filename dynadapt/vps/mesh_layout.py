@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -20,11 +19,12 @@ from typing import TYPE_CHECKING
 
 from dynadapt.errors import Finding, Refused
 from dynadapt.vps.box import Box, Span, linear_index, row_major_strides
-from dynadapt.vps.keys import Key, KeySpec
 from dynadapt.vps.layout import Holder, Row, RowLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from dynadapt.vps.keys import Key, KeySpec
 
 __all__ = ["Flat", "MeshLayout", "Placement", "Replicate", "Shard"]
 
@@ -69,6 +69,7 @@ class MeshLayout:
     Raises `Refused` with every key that is placed on an unknown axis or dim, or placed at all after a
     `Flat`. Absent keys have no rows.
 
+    >>> from dynadapt.vps.keys import Key, KeySpec
     >>> spec = KeySpec(Key("w", "param"), (4, 3), "float32")
     >>> mesh = MeshLayout({"dp": 2, "tp": 2}, [spec], {spec.key: (Shard("tp", 0), Flat("dp"))})
     >>> [str(row.box) for row in mesh.rows(1)]

@@ -300,3 +300,33 @@ def test_replicas_that_drifted(ranks4: Pool) -> None:
         assert "[3]" in refused["text"]
         assert any("scale/buffer" in warning for warning in taken["warnings"])
     assert len({taken["value"] for _, taken in answers}) == 1
+
+
+def _stale(rank: int, world: int) -> dict[str, Any]:
+    engine = jobs.zero3(jobs.net())
+    jobs.step(engine, 0)
+    target = _plain()
+    if rank == 2:
+        engine.module.norm.weight.ds_tensor.add_(1)
+    told = dynadapt.migrate(engine, target, timeout=20)
+    true = engine.optimizer._reassign_or_swap_out_partitioned_parameters
+    if rank == 2:
+        engine.optimizer._reassign_or_swap_out_partitioned_parameters = lambda *_: None
+        engine.module.norm.weight.ds_tensor.add_(1)
+    refused = _attempt(target, engine)
+    engine.optimizer._reassign_or_swap_out_partitioned_parameters = true
+    again = dynadapt.migrate(target, engine, timeout=20)
+    return {
+        "warnings": [str(w) for w in told.warnings],
+        "refused": refused,
+        "again": [str(w) for w in again.warnings],
+    }
+
+
+def test_stale_copies(ranks4: Pool) -> None:
+    """Low-precision weights that do not follow their masters: told of a source, an error in a target."""
+    for answer in ranks4.run(_stale):
+        assert any("norm.weight/compute" in warning for warning in answer["warnings"])
+        assert answer["refused"]["reason"] == "stale-copy"
+        assert answer["refused"]["phase"] == "certify"
+        assert answer["again"] == []

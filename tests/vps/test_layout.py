@@ -121,7 +121,8 @@ def test_interleaved_rows_share_no_memory() -> None:
 def test_too_many_rows_name_the_tensor() -> None:
     spec = KeySpec(Key("w", "param"), (2 * MAX_ROWS_PER_KEY + 2,), "float32")
     many = [
-        Row(spec.key, Box((2 * i,), (2 * i + 1,)), "b", i, (1,)) for i in range(MAX_ROWS_PER_KEY + 1)
+        Row(spec.key, Box((2 * i,), (2 * i + 1,)), "b", i, (1,))
+        for i in range(MAX_ROWS_PER_KEY + 1)
     ]
     with pytest.raises(Refused, match="w/param") as caught:
         RowLayout([spec], {0: many})

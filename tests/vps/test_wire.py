@@ -39,7 +39,9 @@ def test_plain_values_come_back_with_their_types(value: Any) -> None:
     assert repr(wire.decode(wire.encode(value))) == repr(value)
 
 
-@pytest.mark.parametrize("dtype", ["?", "u1", "i1", "<i2", "<f2", "<u4", "<f4", "<i8", "<f8", ">f8"])
+@pytest.mark.parametrize(
+    "dtype", ["?", "u1", "i1", "<i2", "<f2", "<u4", "<f4", "<i8", "<f8", ">f8"]
+)
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 0, 3), (2, 3)])
 def test_arrays_come_back(dtype: str, shape: tuple[int, ...]) -> None:
     array = (np.arange(int(np.prod(shape))) % 2).reshape(shape).astype(dtype)
@@ -79,7 +81,9 @@ def test_other_values_are_refused(value: Any) -> None:
 
 def golden_value() -> Any:
     """What `accept.hex` says."""
-    spec = KeySpec(Key("a.weight", "exp_avg"), (2, 3), "float32", kind="state", aliases=("b.weight",))
+    spec = KeySpec(
+        Key("a.weight", "exp_avg"), (2, 3), "float32", kind="state", aliases=("b.weight",)
+    )
     row = Row(spec.key, Box((0, 1), (2, 3)), "flat", 5, (3, 1))
     return {
         "specs": wire.encode_specs([spec]),
@@ -148,7 +152,8 @@ def test_every_cut_is_refused(length: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "flat", [[0, 0, 0, -3], [0, 0, 0, 9], [0, 0, 0], [9, 0, 0, 0], [-1, 0, 0, 0], [0, 0, 0, 1, 4, 2, 1]]
+    "flat",
+    [[0, 0, 0, -3], [0, 0, 0, 9], [0, 0, 0], [9, 0, 0, 0], [-1, 0, 0, 0], [0, 0, 0, 1, 4, 2, 1]],
 )
 def test_malformed_rows_are_refused(flat: list[int]) -> None:
     item = {"keys": [["w", "param"]], "buffers": ["b"], "rows": np.array(flat)}

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 __all__ = ["ProcessGroupChannel"]
 
+_TAGS = 1 << 24
+_NEVER = _TAGS + 1
+"""A tag that no message has."""
+
 
 class ProcessGroupChannel:
     """One seat's end; every seat of `seats` must construct it (it connects).
@@ -77,7 +81,7 @@ class ProcessGroupChannel:
     def _tag(self, way: str, peer: int) -> int:
         """A number per message of a pair and direction, so that no two transfers can be mixed up."""
         tag = self._tags.get((way, peer), 0)
-        self._tags[way, peer] = (tag + 1) % (1 << 24)
+        self._tags[way, peer] = (tag + 1) % _TAGS
         return tag
 
     def close(self) -> None:
@@ -87,11 +91,19 @@ class ProcessGroupChannel:
     def abort(self) -> None:
         """Close the connections at once; peers that wait on this seat fail within a second."""
         group, self._group = self._group, None
-        if group is not None and hasattr(group, "abort"):
-            try:
+        peers = [rank for rank in self._seat_of if rank != self._rank_of[self._seat]]
+        if group is None or not peers:
+            return
+        try:
+            if self._backend == "nccl":
                 group.abort()
-            except RuntimeError:
-                return  # gloo has no abort of its own; dropping the last reference closes it
+                return
+            # gloo's own abort() leaves connections open as long as anything refers to a transfer. What
+            # closes them all is a transfer that times out: wait for one that nobody will ever send.
+            nothing = group.recv([_one_byte()], peers[0], _NEVER)
+            nothing.wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            return  # as hoped, or it was broken already
 
 
 class _Posted:
@@ -106,6 +118,12 @@ class _Posted:
                 raise ChannelError(f"{what} seat {peer} failed: {error}", peer=peer) from error
             if done is False:
                 raise ChannelError(f"{what} seat {peer} did not end in {timeout:g} s", peer=peer)
+
+
+def _one_byte() -> torch.Tensor:
+    import torch
+
+    return torch.empty(1, dtype=torch.uint8)
 
 
 def _open(backend: str, store: Store, rank: int, size: int, timeout: float) -> Any:
