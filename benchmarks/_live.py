@@ -6,9 +6,9 @@ been written before it is timed, the target's too.
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ import dynadapt
 from benchmarks._results import Result, middle
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 __all__ = ["cases"]
 
@@ -112,7 +112,7 @@ def cases(rounds: int, quick: bool) -> list[Result]:
             slowest["migrate"],
             slowest["checkpoint"],
             note=f"seconds by phase, median run of rank 0: {phases}. The peer writes to and reads "
-            "from shared memory, with one thread a rank, and checks nothing.",
+            "from shared memory, with one thread a rank, and compares nothing.",
         ),
         middle(
             "its move phase, s (beside a raw gloo exchange)",
@@ -250,6 +250,7 @@ def _checkpoint(source: Job, target: Job) -> None:
 def _high_water(reset: bool = False) -> int:
     """The most memory this process has held since the last reset, in bytes."""
     if reset:
+        ctypes.CDLL(None).malloc_trim(0)  # what was freed before must not hide what is taken now
         Path("/proc/self/clear_refs").write_text("5")
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):

@@ -6,7 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -99,10 +99,6 @@ def write(results: Sequence[Result]) -> None:
         *(f"- **{result.name}**: {result.note}" for result in results if result.note),
     ]
     (HERE / "RESULTS.md").write_text("\n".join(lines) + "\n")
-    rows = [
-        {**asdict(result), "ratio": result.ratio, "met": result.met, "note": None}
-        for result in results
-    ]
-    for row in rows:
-        del row["note"]
+    fields = ("name", "ours", "peer", "ratio", "bar", "met")
+    rows = [{field: getattr(result, field) for field in fields} for result in results]
     (HERE / "results.json").write_text(json.dumps(rows, indent=2) + "\n")

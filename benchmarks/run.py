@@ -9,8 +9,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import _live, _local  # noqa: E402  (needs the path)
-from benchmarks._results import table, write  # noqa: E402
+from benchmarks import _live, _local
+from benchmarks._results import table, write
 
 CASES = {
     "live": _live.cases,

@@ -168,13 +168,14 @@ class Adapter(Protocol):
         ...
 
     def describe(self, x: Any) -> Described:
-        """This rank's part of the state. No communication, no allocation, no change."""
+        """This rank's part of the state, after `quiesce`. No communication, no allocation, no change."""
         ...
 
     def prepare(self, x: Any, keys: tuple[KeySpec, ...]) -> Described:
         """Target only: make absent state real, shaped after the source's `keys`; then describe it.
 
-        No communication, never by a fake step. Bytes made are in `allocated`. Raises `Refused`.
+        No communication, never by a fake step. Bytes made are in `allocated`. Of a target in files,
+        every rank is asked to make the same files. Raises `Refused`.
         """
         ...
 

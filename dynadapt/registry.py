@@ -11,6 +11,7 @@ import importlib
 import importlib.metadata
 import sys
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 from dynadapt.errors import DynadaptError
@@ -93,11 +94,17 @@ def register(adapter: Adapter) -> None:
     _registered[adapter.name] = adapter
 
 
+@cache
+def _points() -> tuple[importlib.metadata.EntryPoint, ...]:
+    """What is installed does not change while we run, and looking takes milliseconds."""
+    return tuple(sorted(importlib.metadata.entry_points(group=GROUP), key=lambda p: p.name))
+
+
 def entries() -> tuple[Entry, ...]:
     """All adapters, built-ins first; lists entry points without importing them."""
     found = list(_BUILT_IN)
     taken = {entry.name for entry in found}
-    for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda p: p.name):
+    for point in _points():
         if point.name in taken:
             raise DynadaptError(
                 f"entry point {point.name!r} of {point.value} clashes with another adapter",

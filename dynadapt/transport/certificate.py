@@ -63,7 +63,9 @@ def _table(seed: int, dim: int, digit: int, start: int, stop: int) -> NDArray[np
     values = np.arange(start, stop, dtype=np.uint64)
     values *= np.uint64(0x9E3779B97F4A7C15)
     values += np.uint64(salt)
-    return _splitmix(values) | np.uint64(1)
+    values = _splitmix(values)
+    values |= np.uint64(1)
+    return values
 
 
 def _dim_weights(seed: int, dim: int, lo: int, hi: int) -> NDArray[np.uint64]:
@@ -131,11 +133,9 @@ class _Inner:
             pairs = flat.view(np.uint64)
             if pairs.flags.aligned:
                 pairs = pairs.reshape(-1, self._even.size)
-                sums = np.einsum("ij,j->i", pairs, self._even)
-                sums += np.einsum("ij,j->i", pairs >> np.uint64(32), self._odd)
-                return sums
+                return _product(pairs, self._even) + _product(pairs >> np.uint64(32), self._odd)
         words = flat.view(f"u{self._size}").astype(np.uint64)
-        return np.einsum("ij,j->i", words.reshape(-1, self._weights.size), self._weights)
+        return _product(words.reshape(-1, self._weights.size), self._weights)
 
 
 def _sum(array: NDArray[Any], weights: Sequence[NDArray[np.uint64]], seed: int) -> int:
@@ -144,8 +144,8 @@ def _sum(array: NDArray[Any], weights: Sequence[NDArray[np.uint64]], seed: int) 
         array, weights = array.reshape(1), [np.ones(1, np.uint64)]
     inner = prod(array.shape[1:])
     if inner > _BLOCK:
-        slabs = zip(weights[0].tolist(), array, strict=True)
-        return sum(weight * _sum(slab, weights[1:], seed) for weight, slab in slabs) & _MASK
+        slabs = zip(weights[0], array, strict=True)
+        return sum(int(w) * _sum(slab, weights[1:], seed) for w, slab in slabs) & _MASK
     first, dims, size = weights[0], list(weights[1:]), array.dtype.itemsize
     if size > 4:
         dims.append(word_weights(seed, size // 4))
@@ -163,9 +163,14 @@ def _sum(array: NDArray[Any], weights: Sequence[NDArray[np.uint64]], seed: int) 
             continue
         sums = prepared.apply(flat)
         for weight in (*reversed(dims), own):
-            sums = np.einsum("ij,j->i", sums.reshape(-1, weight.size), weight)
+            sums = _product(sums.reshape(-1, weight.size), weight)
         total += int(sums[0])
     return total & _MASK
+
+
+def _product(rows: NDArray[np.uint64], weights: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    found: NDArray[np.uint64] = np.einsum("ij,j->i", rows, weights)
+    return found
 
 
 def _outer(a: NDArray[np.uint64], b: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dynadapt.transport.control import Control
     from dynadapt.transport.executor import Storage
     from dynadapt.vps.keys import Key, KeySpec
-    from dynadapt.vps.layout import Layout
+    from dynadapt.vps.layout import Holder, Layout
 
 __all__ = ["Sums", "Wanted", "count"]
 
@@ -65,14 +65,20 @@ def count(
     """
     counted, drift = [0] * len(wanted), [0] * len(wanted)
     own: dict[int, list[tuple[int, int, int]]] = {}
+    known: dict[tuple[Holder, ...], tuple[tuple[Box, list[int]], ...]] = {}
     for number, want in enumerate(wanted):
         whole = Box.whole(want.spec.shape)
         holders = layout.holders(want.spec.key, whole)
         mine = {h.endpoint for h in holders if _acts_for(control.seat, h.endpoint, workers)}
         if not mine:
             continue
-        for cell_number, (cell, at) in enumerate(atoms(h.box for h in holders)):
-            endpoints = sorted({holders[i].endpoint for i in at})
+        cells = known.get(holders)
+        if cells is None:  # the states of a parameter are mostly split as it is
+            cells = known[holders] = tuple(
+                (cell, sorted({holders[i].endpoint for i in at}))
+                for cell, at in atoms(h.box for h in holders)
+            )
+        for cell_number, (cell, endpoints) in enumerate(cells):
             for endpoint in mine.intersection(endpoints):
                 value = _hash(storage, endpoint, want, cell)
                 own.setdefault(number, []).append((cell_number, endpoint, value))

@@ -95,9 +95,12 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Part of a message: a move and where it lies in the staging memory (-1: straight in storage)."""
+    """Part of a message: a move, the storage it is read from or written to, and where it lies in the
+    staging memory (-1: it goes straight from or to storage).
+    """
 
     move: Move
+    view: torch.Tensor
     at: int
 
 
@@ -180,18 +183,18 @@ class _Run:
     def start(self, half: int, chunk: Chunk) -> tuple[int, Chunk, list[_Packed], Posted]:
         """Pack and post one chunk, from one half of the staging memory."""
         assert self._channel is not None
-        into, used = _messages(chunk.receives, lambda m: m.source, self._direct_target, 0)
-        out, used = _messages(chunk.sends, lambda m: m.target, self._direct_source, used)
+        into, used = self._messages(chunk.receives, lambda m: m.source, self._into, 0)
+        out, used = self._messages(chunk.sends, lambda m: m.target, self._read, used)
         if self._stages[half].numel() < used:
             self._stages[half] = self._empty(0)  # given back before the bigger one is taken
             self._stages[half] = self._empty(used)
-        receives = [(m.peer, self._bytes(half, m, self._target)) for m in into]
+        receives = [(message.peer, self._bytes(half, message)) for message in into]
         sends = []
         for message in out:
             for piece in message.pieces:
                 if piece.at >= 0:
-                    self._copy(self._read(piece.move), self._staged(half, piece), piece.move)
-            sends.append((message.peer, self._bytes(half, message, self._source)))
+                    self._copy(piece.view, self._staged(half, piece), piece.move)
+            sends.append((message.peer, self._bytes(half, message)))
         held = sum(stage.numel() for stage in self._stages)
         self.moved.peak_staging = max(self.moved.peak_staging, held)
         self.moved.chunks += 1
@@ -210,8 +213,7 @@ class _Run:
             for piece in message.pieces:
                 self.moved.received += piece.move.nbytes
                 if piece.at >= 0:
-                    staged = self._staged(half, piece)
-                    self._into(piece.move).copy_(staged)
+                    piece.view.copy_(self._staged(half, piece))
                 else:
                     self.moved.direct += piece.move.nbytes
 
@@ -222,23 +224,49 @@ class _Run:
     def _into(self, move: Move) -> torch.Tensor:
         return self._target.view(move.target, move.key, move.box)
 
-    def _direct_target(self, move: Move) -> bool:
-        return self._is_direct(self._into(move), move.wire)
+    def _messages(
+        self,
+        moves: Sequence[Move],
+        peer_of: Callable[[Move], int],
+        view_of: Callable[[Move], torch.Tensor],
+        at: int,
+    ) -> tuple[list[_Packed], int]:
+        """The messages of one direction of one chunk: per peer one packed one, then the big pieces.
 
-    def _direct_source(self, move: Move) -> bool:
-        return self._is_direct(self._read(move), move.wire)
+        Staging places are given out from `at` on; the first free one comes back.
+        """
+        by_peer: dict[int, list[Move]] = {}
+        for move in moves:
+            by_peer.setdefault(peer_of(move), []).append(move)
+        found: list[_Packed] = []
+        for peer, own in sorted(by_peer.items()):
+            start, pieces = at, []
+            for move in own:
+                if move.nbytes < DIRECT:
+                    pieces.append(_Piece(move, view_of(move), at))
+                    at += -(-move.nbytes // _ALIGN) * _ALIGN
+            if pieces:
+                found.append(_Packed(peer, tuple(pieces), start, at - start))
+            for move in own:
+                if move.nbytes < DIRECT:
+                    continue
+                view = view_of(move)
+                if self._is_direct(view, move.wire):
+                    found.append(_Packed(peer, (_Piece(move, view, -1),), -1, move.nbytes))
+                else:
+                    found.append(_Packed(peer, (_Piece(move, view, at),), at, move.nbytes))
+                    at += -(-move.nbytes // _ALIGN) * _ALIGN
+        return found, at
 
     def _is_direct(self, view: torch.Tensor, wire: str) -> bool:
         fits = view.device == self._device and dtype_name(view.dtype) == wire
         return fits and view.is_contiguous()
 
-    def _bytes(self, half: int, message: _Packed, side: Storage) -> torch.Tensor:
+    def _bytes(self, half: int, message: _Packed) -> torch.Tensor:
         """The contiguous uint8 tensor that a message goes from or to."""
-        move = message.pieces[0].move
         if message.at >= 0:
             return self._stages[half][message.at : message.at + message.nbytes]
-        view = self._read(move) if side is self._source else self._into(move)
-        return view.reshape(-1).view(torch.uint8)
+        return message.pieces[0].view.reshape(-1).view(torch.uint8)
 
     def _staged(self, half: int, piece: _Piece) -> torch.Tensor:
         move = piece.move
@@ -280,39 +308,6 @@ def _inexact(move: Move, source: torch.dtype, target: torch.dtype) -> Finding:
         f"its {source} values are not exact in {target}",
         "keep the dtype in the target, or let narrow be 'allow'",
     )
-
-
-def _messages(
-    moves: Sequence[Move],
-    peer_of: Callable[[Move], int],
-    is_direct: Callable[[Move], bool],
-    at: int,
-) -> tuple[list[_Packed], int]:
-    """The messages of one direction of one chunk: per peer one packed one, then the big pieces.
-
-    Staging places are given out from `at` on; the first free one comes back.
-    """
-    by_peer: dict[int, list[Move]] = {}
-    for move in moves:
-        by_peer.setdefault(peer_of(move), []).append(move)
-    found: list[_Packed] = []
-    for peer, own in sorted(by_peer.items()):
-        start, pieces = at, []
-        for move in own:
-            if move.nbytes < DIRECT:
-                pieces.append(_Piece(move, at))
-                at += -(-move.nbytes // _ALIGN) * _ALIGN
-        if pieces:
-            found.append(_Packed(peer, tuple(pieces), start, at - start))
-        for move in own:
-            if move.nbytes < DIRECT:
-                continue
-            if is_direct(move):
-                found.append(_Packed(peer, (_Piece(move, -1),), -1, move.nbytes))
-            else:
-                found.append(_Packed(peer, (_Piece(move, at),), at, move.nbytes))
-                at += -(-move.nbytes // _ALIGN) * _ALIGN
-    return found, at
 
 
 def _slabs(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

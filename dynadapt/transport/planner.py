@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dynadapt.transport.plan import Pair
     from dynadapt.vps.box import Box
     from dynadapt.vps.keys import Key
-    from dynadapt.vps.layout import Layout
+    from dynadapt.vps.layout import Holder, Layout
 
 __all__ = ["plan_for"]
 
@@ -38,7 +38,7 @@ def plan_for(
     must cross to this seat: its target elements that it does not hold in the source.
     """
     chooser = _Chooser(source, target, matched, options)
-    moves: set[Move] = set()
+    moves: list[Move] = []
     fills: list[tuple[int, Key, Box]] = []
     findings: list[Finding] = []
     minimum = 0
@@ -56,16 +56,26 @@ def plan_for(
                 findings.append(_unserved(row.key, row.box, endpoint, served))
             if endpoint >= 0:
                 minimum += chooser.missing(pair, row.box, endpoint) * itemsize(pair.wire)
-            moves.update(m for m in own if endpoint == seat or (m.source < 0 and endpoint < 0))
-    for row in source.rows(seat):
-        for pair in matched.by_source.get(row.key, ()):
-            for holder in target.holders(pair.target.key, row.box):
-                if holder.endpoint != seat:
-                    served_there = chooser.moves(pair, holder.box, holder.endpoint)
-                    moves.update(m for m in served_there if m.source == seat)
+            moves += (m for m in own if endpoint == seat or (m.source < 0 and endpoint < 0))
+    for pair, holder in _served_there(seat, source, target, matched):
+        moves += chooser.moves(pair, holder.box, holder.endpoint, seat)
     shapes = {pair.target.key: pair.target.shape for pair in matched.pairs}
     ordered = sorted(moves, key=lambda move: canonical(move, shapes))
     return SeatPlan(seat, tuple(ordered), tuple(fills), minimum, tuple(findings))
+
+
+def _served_there(
+    seat: int, source: Layout, target: Layout, matched: Match
+) -> Iterator[tuple[Pair, Holder]]:
+    """The boxes that others hold in the target and of which this seat holds elements in the source."""
+    met: set[tuple[Key, Holder]] = set()
+    for row in source.rows(seat):
+        for pair in matched.by_source.get(row.key, ()):
+            for holder in target.holders(pair.target.key, row.box):
+                at = (pair.target.key, holder)
+                if holder.endpoint != seat and at not in met:
+                    met.add(at)
+                    yield pair, holder
 
 
 def _mine(seat: int, target: Layout, options: Options) -> Iterator[int]:
@@ -89,37 +99,43 @@ def _unserved(key: Key, box: Box, endpoint: int, served: int) -> Finding:
     )
 
 
+Cells = tuple[tuple["Box", tuple[int, ...]], ...]
+
+
 class _Chooser:
-    """Evaluates the replica rule; remembers the cells of a box, which replicas share."""
+    """Evaluates the replica rule; remembers the cells of a box, which replicas and other keys share."""
 
     def __init__(self, source: Layout, target: Layout, matched: Match, options: Options) -> None:
         self._source, self._target, self._options = source, target, options
         self._matched = matched
-        self._cells: dict[tuple[Key, Box], tuple[tuple[Box, tuple[int, ...]], ...]] = {}
+        self._cells: dict[tuple[tuple[Holder, ...], Box, bool], Cells] = {}
 
     @cached_property
     def _position(self) -> dict[int, int]:
         return {endpoint: i for i, endpoint in enumerate(self._target.endpoints)}
 
-    def cells(self, pair: Pair, box: Box) -> tuple[tuple[Box, tuple[int, ...]], ...]:
+    def cells(self, pair: Pair, box: Box) -> Cells:
         """Disjoint cells of `box`, each with the sorted source endpoints that hold it."""
-        at = (pair.target.key, box)
+        holders = self._source.holders(pair.source.key, box)
+        first = pair.source.key in self._options.first_only
+        at = (holders, box, first)
         found = self._cells.get(at)
         if found is None:
-            holders = self._source.holders(pair.source.key, box)
             clipped = [(h.endpoint, h.box.intersect(box)) for h in holders]
             parts = [(e, b) for e, b in clipped if b is not None]
-            first = pair.source.key in self._options.first_only
             found = self._cells[at] = tuple(
                 (cell, _distinct((parts[i][0] for i in numbers), first))
                 for cell, numbers in atoms(b for _, b in parts)
             )
         return found
 
-    def moves(self, pair: Pair, box: Box, target: int) -> Iterator[Move]:
-        """The moves that serve one target row."""
+    def moves(self, pair: Pair, box: Box, target: int, sender: int | None = None) -> Iterator[Move]:
+        """The moves that serve one target row: all, or those of one sender."""
         equal: list[int] | None = None
+        wire = pair.wire
         for cell, holders in self.cells(pair, box):
+            if sender is not None and sender not in holders:
+                continue
             if target in holders:
                 chosen = target
             elif pair.source.local:
@@ -131,7 +147,8 @@ class _Chooser:
                     wanted = self._target.holders(pair.target.key, box)
                     equal = sorted({h.endpoint for h in wanted if h.box == box})
                 chosen = self._choose(holders, target, equal)
-            yield Move(pair.target.key, cell, chosen, target, pair.wire)
+            if sender in {None, chosen}:
+                yield Move(pair.target.key, cell, chosen, target, wire)
 
     def _choose(self, holders: tuple[int, ...], target: int, equal: list[int]) -> int:
         hosts = self._options.hosts

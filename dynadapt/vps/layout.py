@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from dynadapt.errors import Finding, Refused
+from dynadapt.vps._form import MAX_ROWS_PER_KEY, bad_row, check_form
 from dynadapt.vps.box import MAX_DIMS, Box
 from dynadapt.vps.keys import Key, KeySpec, alias_groups, merge_specs
 
@@ -24,12 +25,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = ["MAX_ROWS_PER_KEY", "Holder", "Layout", "Row", "RowLayout", "file_endpoint"]
-
-MAX_ROWS_PER_KEY = 4096
-"""More rows than this for one key on one endpoint is refused: the layout is not a regular one."""
-
-_SMALL = 1 << 16
-"""Elements up to which two rows are compared place by place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +128,9 @@ class RowLayout:
             for row in own:
                 at = self._index.get(row.key)
                 if at is None:
-                    findings.append(_bad(endpoint, row, "has no KeySpec"))
+                    findings.append(bad_row(endpoint, row, "has no KeySpec"))
                 elif not _fits(row.box, shape := self._keys[at].shape):
-                    findings.append(_bad(endpoint, row, f"leaves the tensor's shape {shape}"))
+                    findings.append(bad_row(endpoint, row, f"leaves the tensor's shape {shape}"))
                 elif row.box.volume:
                     ordered.append((at, endpoint, row))
         if findings:
@@ -152,7 +147,7 @@ class RowLayout:
             self.hi[i, : row.box.ndim] = row.box.hi
         self._starts = np.searchsorted(self.key_index, np.arange(len(self._keys) + 1))
         self._endpoints = tuple(sorted(rows))
-        _check_form(self)
+        check_form(self._endpoints, self._by_endpoint)
 
     @classmethod
     def of_seats(
@@ -216,14 +211,36 @@ class RowLayout:
         at = self._index.get(key)
         if at is None or not box.volume:
             return ()
+        kind = self._kinds[at]
+        found = self._asked.get((kind, box))
+        if found is None:
+            found = self._asked[kind, box] = self._search(at, box)
+        return found
+
+    def _search(self, at: int, box: Box) -> tuple[Holder, ...]:
         start, stop = int(self._starts[at]), int(self._starts[at + 1])
-        ndim = box.ndim
         overlap = np.ones(stop - start, bool)
-        for dim in range(ndim):
+        for dim in range(box.ndim):
             overlap &= self.lo[start:stop, dim] < box.hi[dim]
             overlap &= self.hi[start:stop, dim] > box.lo[dim]
         hits = np.flatnonzero(overlap) + start
         return tuple(Holder(int(self.endpoint[i]), self._rows[i].box) for i in hits.tolist())
+
+    @cached_property
+    def _asked(self) -> dict[tuple[int, Box], tuple[Holder, ...]]:
+        """Answers given: a model has many tensors and few ways to split one."""
+        return {}
+
+    @cached_property
+    def _kinds(self) -> list[int]:
+        """Per key a number, equal for keys that the same endpoints hold in the same boxes."""
+        known: dict[tuple[int, bytes], int] = {}
+        rows = np.hstack([self.endpoint[:, None], self.lo, self.hi])
+        found = []
+        for at, spec in enumerate(self._keys):
+            own = rows[int(self._starts[at]) : int(self._starts[at + 1])].tobytes()
+            found.append(known.setdefault((len(spec.shape), own), len(known)))
+        return found
 
     def digest(self) -> str:
         """A SHA-256 over keys and rows (boxes, buffers, offsets and strides included)."""
@@ -248,111 +265,3 @@ class RowLayout:
 
 def _fits(box: Box, shape: Sequence[int]) -> bool:
     return box.ndim == len(shape) and Box.whole(shape).contains(box)
-
-
-def _bad(endpoint: int, row: Row, cause: str) -> Finding:
-    return Finding(
-        "bad-row",
-        f"endpoint {endpoint}: {row.key} {row.box}",
-        f"the row {cause}",
-        "this is a fault of the adapter that described it",
-    )
-
-
-def _check_form(layout: RowLayout) -> None:
-    """No endpoint holds a coordinate of a key twice, nor too many rows; no two rows share memory."""
-    findings: list[Finding] = []
-    groups: dict[tuple[int, Key], list[Row]] = {}
-    for endpoint in layout.endpoints:
-        for row in layout.rows(endpoint):
-            groups.setdefault((endpoint, row.key), []).append(row)
-    for (endpoint, key), rows in groups.items():
-        if len(rows) > MAX_ROWS_PER_KEY:
-            findings.append(
-                Finding(
-                    "too-many-rows",
-                    f"endpoint {endpoint}: {key}",
-                    f"{len(rows)} rows, more than {MAX_ROWS_PER_KEY}",
-                    "describe it with strides, or with another sharding",
-                )
-            )
-            continue
-        if len(rows) > 1:
-            findings.extend(_overlaps(endpoint, rows))
-    for endpoint in layout.endpoints:
-        findings.extend(_shared_memory(endpoint, layout.rows(endpoint)))
-    if findings:
-        raise Refused(findings)
-
-
-def _shared_memory(endpoint: int, rows: Sequence[Row]) -> Iterable[Finding]:
-    """Rows with one place for two coordinates, and pairs of rows with places in common."""
-    buffers: dict[str, list[Row]] = {}
-    for row in rows:
-        reach = 0
-        sizes = zip(row.strides, row.box.shape, strict=True)
-        for stride, size in sorted((stride, size) for stride, size in sizes if size > 1):
-            if stride <= reach:
-                yield _bad(endpoint, row, "holds one element for several coordinates")
-                break
-            reach += stride * (size - 1)
-        buffers.setdefault(row.buffer, []).append(row)
-    for own in buffers.values():
-        open_rows: list[Row] = []
-        for row in sorted(own, key=lambda r: r.offset):
-            open_rows = [other for other in open_rows if other.last >= row.offset]
-            for other in open_rows:
-                if _same_places(other, row):
-                    yield _bad(endpoint, row, f"shares memory with {other.key} {other.box}")
-            open_rows.append(row)
-
-
-def _same_places(a: Row, b: Row) -> bool:
-    """Whether two rows whose stretches of one buffer meet have an element in common.
-
-    Exact for rows of equal strides (slices of one matrix) and for small ones; else False.
-    """
-    if all(row.box.volume == row.last - row.offset + 1 for row in (a, b)):
-        return True
-    steps = sorted({s for s, n in zip(a.strides, a.box.shape, strict=True) if n > 1}, reverse=True)
-    if steps == sorted(
-        {s for s, n in zip(b.strides, b.box.shape, strict=True) if n > 1}, reverse=True
-    ):
-        first, second = _digits(a, steps), _digits(b, steps)
-        if first is not None and second is not None:
-            grid = zip(*first, *second, strict=True)
-            return all(max(lo, low) < min(hi, high) for lo, hi, low, high in grid)
-    if a.box.volume + b.box.volume > _SMALL:
-        return False
-    return bool(np.intersect1d(_places(a), _places(b)).size)
-
-
-def _digits(row: Row, steps: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The row as a box in the grid that its strides span; None where it runs over a grid line."""
-    sizes = {s: n for s, n in zip(row.strides, row.box.shape, strict=True) if n > 1}
-    lo, hi, rest = [], [], row.offset
-    for step, outer in zip(steps, (0, *steps), strict=False):
-        at, rest = divmod(rest, step)
-        lo.append(at)
-        hi.append(at + sizes[step])
-        if outer and hi[-1] * step > outer:
-            return None
-    return ((*lo, rest), (*hi, rest + 1))
-
-
-def _places(row: Row) -> NDArray[np.int64]:
-    """The index in the buffer of every element."""
-    found = np.array([row.offset])
-    for size, stride in zip(row.box.shape, row.strides, strict=True):
-        found = np.add.outer(found, np.arange(size) * stride).reshape(-1)
-    return found
-
-
-def _overlaps(endpoint: int, rows: Sequence[Row]) -> Iterable[Finding]:
-    lo = np.array([row.box.lo for row in rows])
-    hi = np.array([row.box.hi for row in rows])
-    for i in range(len(rows) - 1):
-        clash = np.all((lo[i + 1 :] < hi[i]) & (hi[i + 1 :] > lo[i]), axis=1)
-        if clash.any():
-            other = rows[i + 1 + int(np.argmax(clash))]
-            yield _bad(endpoint, rows[i], f"overlaps another row of the same key, {other.box}")

@@ -110,7 +110,7 @@ CASES: dict[str, tuple[Callable[[int], Any], dict[str, Any], str, tuple[str, ...
     "ranks disagree": (_rank_differs, {}, "ranks-disagree", ("up.weight", "build the same model")),
     "never materialised": (_meta, {}, "target-not-materialised", ("embed.weight", "norm.bias")),
     "unknown optimizer": (_homemade, {}, "unknown-optimizer", ("Homemade",)),
-    "another optimizer": (_sgd, {}, "extra-key", ("exp_avg",)),
+    "another optimizer": (_sgd, {}, "missing-key", ("momentum_buffer", "exp_avg_sq", "extra-key")),
     "other groups": (_regrouped, {}, "hyper-conflict", ("weight_decay",)),
     "inexact": (_half_precision, {}, "narrowing", ("bfloat16",)),
     "narrowing refused": (_half_precision, {"narrow": "refuse"}, "narrowing", ("would become",)),

@@ -167,9 +167,9 @@ class StateMaker:
             old: dict[str, Any] = self.optimizer.state.get(member.parameter) or {}
             if held:
                 keep = {k: v for k, v in old.items() if held.get(k) != "zero"}
-                fresh = self._fresh(member)
-                if fresh.keys() - keep.keys():
-                    self._replace(member.parameter, {**fresh, **keep})
+                needed = fresh_state(self.optimizer, member.group, torch.empty(0)) or {}
+                if needed.keys() - keep.keys():
+                    self._replace(member.parameter, {**self._fresh(member), **keep})
             elif old and type(self.optimizer).__name__ in _EAGER:
                 self._replace(member.parameter, self._fresh(member))
             elif old:
