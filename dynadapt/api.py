@@ -28,7 +28,8 @@ __all__ = ["describe", "fingerprint", "migrate", "plan"]
 
 
 def _state(x: Any) -> Any:
-    return x if x is None or isinstance(x, str) or hasattr(x, "__fspath__") else TrainState.of(x)
+    plain = x is None or isinstance(x, str | tuple) or hasattr(x, "__fspath__")
+    return x if plain else TrainState.of(x)
 
 
 def _settings(**given: Any) -> Settings:

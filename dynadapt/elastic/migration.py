@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from dynadapt.elastic.memory import (
 )
 from dynadapt.elastic.outcome import MigrationReport
 from dynadapt.elastic.side import Side, unite
-from dynadapt.elastic.state import ballot, control_of, storage_of
+from dynadapt.elastic.state import ballot, control_of, refuse, storage_of
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import Outcome, TrainState
 from dynadapt.registry import adapter_for
@@ -94,7 +94,7 @@ def plan(
     run = _Migration(session, source, target, settings, None)
     try:
         run.prologue()
-        with run.phase("plan"):
+        with run.phase("plan", last=True):
             run.make_plan()
         every = {
             seat: plan_for(seat, run.source.layout, run.target.layout, run.matched, run.options)
@@ -141,10 +141,10 @@ class _Migration:
         self.moved = Moved()
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str, *, last: bool = False) -> Iterator[None]:
         """Time a phase, tell the listener, vote."""
         began = time.perf_counter()
-        with self.control.phase(name):
+        with self.control.phase(name, last=last):
             try:
                 if self.on_phase is not None:
                     self.on_phase(name)
@@ -170,7 +170,7 @@ class _Migration:
             print_target = self.certify()
             totals = self.totals()
             streams = self.gather_streams()
-        with self.phase("commit"):
+        with self.phase("commit", last=True):
             pass
         if streams is not None:
             self.set_streams(streams)
@@ -190,6 +190,7 @@ class _Migration:
     def prologue(self) -> None:
         """Up to and including `prepare`."""
         with self.phase("quiesce"):
+            refuse(self.settings.findings())
             if self.x_source is not None:
                 self.source_adapter = adapter_for(self.x_source)
                 if is_parked(TrainState.of(self.x_source).model):
@@ -469,13 +470,6 @@ class _Migration:
             warnings.warn(f"the target could not be undone: {error!r}", stacklevel=2)
         if self.parked is not None:
             self.parked.restore()
-
-
-def refuse(findings: Iterable[Finding]) -> None:
-    """Raise `Refused` with all findings, if there are any."""
-    found = tuple(findings)
-    if found:
-        raise Refused(found)
 
 
 def summary(side: Side) -> dict[str, Any]:

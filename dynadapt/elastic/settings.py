@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dynadapt.errors import Finding, Refused
+from dynadapt.errors import Finding
 from dynadapt.transport.control import Timeouts
 
 __all__ = ["ALLOWANCES", "DEFAULT_BUDGET", "Settings"]
@@ -28,7 +28,8 @@ class Settings:
     allow: frozenset[str] = frozenset()
     timeouts: Timeouts = field(default_factory=Timeouts)
 
-    def __post_init__(self) -> None:
+    def findings(self) -> list[Finding]:
+        """What is wrong with them. Not raised when made: all seats are to be told, not one."""
         findings = []
         if self.mode not in {"keep", "park"}:
             findings.append(_bad("mode", self.mode, "'keep' or 'park'"))
@@ -42,8 +43,9 @@ class Settings:
             )
         if self.budget < 64 << 10:
             findings.append(_bad("budget", self.budget, "at least 65536 bytes"))
-        if findings:
-            raise Refused(findings)
+        if not self.timeouts.phase > 0:
+            findings.append(_bad("timeout", self.timeouts.phase, "more than 0 seconds"))
+        return findings
 
 
 def _bad(name: str, value: object, wanted: str) -> Finding:

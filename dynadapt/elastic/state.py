@@ -10,31 +10,39 @@ from dynadapt.errors import Finding, MigrationAborted, Refused
 from dynadapt.registry import adapter_for
 from dynadapt.transport.certificate import fingerprint
 from dynadapt.transport.certify import Wanted, count
-from dynadapt.transport.control import Control
+from dynadapt.transport.control import Control, Timeouts
 from dynadapt.transport.executor import Storage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from dynadapt.elastic.settings import Settings
     from dynadapt.elastic.worlds import Session
     from dynadapt.protocols import Described
 
-__all__ = ["ballot", "control_of", "fingerprint_of", "side_of", "storage_of"]
+__all__ = ["ballot", "control_of", "fingerprint_of", "refuse", "side_of", "storage_of"]
 
 
 def control_of(session: Session, settings: Settings) -> tuple[int, Control]:
-    """The number of this session's next collective call, and its control."""
-    number = next(session.counter)
-    store = session.store(number)
-    return number, Control(store, session.seat, session.seats, settings.timeouts)
+    """The number of the call that is open in this session, and its control."""
+    number = session.number()
+    timeouts = settings.timeouts if settings.timeouts.phase > 0 else Timeouts()
+    control = Control(
+        session.store(number),
+        session.seat,
+        session.seats,
+        timeouts,
+        on_outcome=lambda: session.close(number),
+    )
+    return number, control
 
 
 def side_of(session: Session, x: Any, settings: Settings) -> tuple[Side, Described | None]:
     """Describe one state over all seats; nothing is changed but gathered copies are dropped."""
     _, control = control_of(session, settings)
     try:
-        with control.phase("describe"):
+        with control.phase("describe", last=True):
+            refuse(settings.findings())
             adapter = None if x is None else adapter_for(x)
             with ballot(control, "describe") as agree:
                 if adapter is not None:
@@ -53,7 +61,7 @@ def fingerprint_of(session: Session, x: Any, settings: Settings) -> str:
     side, own = side_of(session, x, settings)
     _, control = control_of(session, settings)
     try:
-        with control.phase("fingerprint"):
+        with control.phase("fingerprint", last=True):
             specs = [s for s in side.layout.keys if s.moves]
             wanted = [Wanted(spec, spec.dtype, spec.key) for spec in specs]
             workers = side.readers or control.seats
@@ -90,6 +98,13 @@ def ballot(control: Control, phase: str) -> Iterator[Callable[[], None]]:
             control.vote(phase, error)
         raise
     agree()
+
+
+def refuse(findings: Iterable[Finding]) -> None:
+    """Raise `Refused` with all findings, if there are any."""
+    found = tuple(findings)
+    if found:
+        raise Refused(found)
 
 
 def storage_of(session: Session, side: Side, own: Described | None, buffers: Any = None) -> Storage:

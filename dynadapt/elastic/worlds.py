@@ -6,9 +6,9 @@ with a store to agree over and a channel to move bytes through.
 
 from __future__ import annotations
 
-import itertools
 import socket
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.transport.channels.memory import MemoryChannel, MemoryHub
@@ -25,18 +25,27 @@ __all__ = ["Session", "current_session", "in_process_sessions"]
 
 @dataclass(frozen=True, eq=False)
 class Session:
-    """One seat among `seats`. All of them call the same migrations in the same order.
+    """One seat among `seats`. All of them make the same calls.
 
-    `store(n)` is a fresh store for the n-th migration, `channel(n, device, timeout)` a fresh channel.
-    `backends` says which device kinds the channel can take messages on.
+    `store(n)` is the store of the n-th call, `channel(n, device, timeout)` a fresh channel of it. `root`
+    counts the calls that are closed, so a seat that missed one (it did not call, or its process was
+    stopped) meets the others at the next.
     """
 
     seat: int
     seats: tuple[int, ...]
+    root: Store
     store: Callable[[int], Store]
     channel: Callable[[int, str, float], Channel]
     host: str = field(default_factory=socket.gethostname)
-    counter: Any = field(default_factory=lambda: itertools.count())
+
+    def number(self) -> int:
+        """The call that is open now."""
+        return int(self.root.get("closed")) if self.root.check(["closed"]) else 0
+
+    def close(self, number: int) -> None:
+        """Say that a call has its outcome; any seat may, any number of times."""
+        self.root.compare_set("closed", str(number) if number else "", str(number + 1))
 
 
 @dataclass
@@ -78,8 +87,9 @@ def _join(store: Any, rank: int, size: int) -> Session:
 
     world = PrefixStore("dynadapt", store)
     generation = world.add(f"joins/{rank}", 1)  # the same on every rank: each has joined as often
-    if rank == 0:
+    if world.compare_set(f"claim/{generation}", "", str(rank)) == str(rank).encode():
         world.set(f"base/{generation}", str(world.add("seats", size) - size))
+    world.wait([f"base/{generation}"], timedelta(seconds=60))
     base = int(world.get(f"base/{generation}"))
     seats = tuple(range(base, base + size))
     seat = base + rank
@@ -93,7 +103,8 @@ def _join(store: Any, rank: int, size: int) -> Session:
             fresh(number, "data"), seat, seats, backend=backend, timeout=timeout
         )
 
-    return Session(seat, seats, lambda number: fresh(number, "control"), channel)
+    root = PrefixStore(f"{base}", world)
+    return Session(seat, seats, root, lambda number: fresh(number, "control"), channel)
 
 
 def in_process_sessions(
@@ -117,6 +128,7 @@ def in_process_sessions(
         return Session(
             numbers[i],
             tuple(sorted(numbers)),
+            store,
             lambda number: PrefixStore(f"{number}/control", store),
             channel,
             host=hosts[i] if hosts else "here",

@@ -21,7 +21,7 @@ from dynadapt.errors import ChannelError, DynadaptError, Finding, MigrationAbort
 from dynadapt.vps import wire
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
     from torch.distributed.distributed_c10d import Store
@@ -62,12 +62,18 @@ class Control:
     """
 
     def __init__(
-        self, store: Store, seat: int, seats: Sequence[int], timeouts: Timeouts | None = None
+        self,
+        store: Store,
+        seat: int,
+        seats: Sequence[int],
+        timeouts: Timeouts | None = None,
+        on_outcome: Callable[[], None] = lambda: None,
     ) -> None:
         self.seat = seat
         self.seats = tuple(sorted(seats))
         self.timeouts = timeouts or Timeouts()
         self._store = store
+        self._on_outcome = on_outcome
         self._voted = 0
         self._mine: list[str] = []
         self._phase = "start"
@@ -85,8 +91,11 @@ class Control:
                 return  # the store is gone; the main thread finds that out by itself
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Run a phase and vote on it: leaves normally on all seats or raises the same error on all."""
+    def phase(self, name: str, *, last: bool = False) -> Iterator[None]:
+        """Run a phase and vote on it: leaves normally on all seats or raises the same error on all.
+
+        `last` says that there is no vote after it: its decision is the outcome, as any failure is.
+        """
         self._phase = name
         error: Exception | None = None
         try:
@@ -95,9 +104,9 @@ class Control:
             raise
         except Exception as caught:
             error = caught
-        self.vote(name, error)
+        self.vote(name, error, last=last)
 
-    def vote(self, name: str, error: Exception | None = None) -> None:
+    def vote(self, name: str, error: Exception | None = None, *, last: bool = False) -> None:
         """Say how this seat fared; returns if all fared well, else raises `MigrationAborted`."""
         number = self._voted
         self._voted += 1
@@ -108,7 +117,7 @@ class Control:
             ballot = json.dumps(_ballot(error))
             self._store.set(f"{place}/{self.seat}", ballot)
             if self._store.add(f"{place}/count", 1) == len(self.seats):
-                self._decide(place, name, ())
+                self._decide(place, name, (), last)
             decision = self._await_decision(place, name)
         except MigrationAborted:
             raise
@@ -157,7 +166,7 @@ class Control:
             return False
         return now - known[1] > self.timeouts.vote
 
-    def _decide(self, place: str, name: str, silent: tuple[int, ...]) -> None:
+    def _decide(self, place: str, name: str, silent: tuple[int, ...], last: bool = False) -> None:
         """Write the outcome unless another seat was first."""
         there = [s for s in self.seats if not silent or self._store.check([f"{place}/{s}"])]
         ballots = [json.loads(b) for b in self._read([f"{place}/{seat}" for seat in there])]
@@ -167,6 +176,8 @@ class Control:
             lost = {"cause": cause, "reason": "seat-lost", "echo": False, "findings": []}
             failures.append((seat, lost))
         failures.sort(key=lambda failure: failure[0])
+        if failures or last:
+            self._on_outcome()  # before anybody can see the decision and make the next call
         self._store.compare_set(f"{place}/decision", "", json.dumps(failures))
 
     def gather(self, name: str, payload: bytes) -> dict[int, bytes]:

@@ -142,9 +142,9 @@ def _try_all(rank: int, world: int) -> dict[str, Any]:
     return answers
 
 
-def _attempt(source: Any, target: Any, **arguments: Any) -> dict[str, Any]:
+def _attempt(source: Any, target: Any, patience: float = 20, **arguments: Any) -> dict[str, Any]:
     try:
-        dynadapt.migrate(source, target, timeout=20, **arguments)
+        dynadapt.migrate(source, target, timeout=patience, **arguments)
     except dynadapt.DynadaptError as error:
         kind = type(error).__name__
         return {
@@ -224,6 +224,41 @@ def test_half_accumulated_gradients(ranks4: Pool) -> None:
         assert then["ok"]
         assert plain["reason"] == "mid-step"
         assert "zero_grad" in plain["text"]
+
+
+def _out_of_step(rank: int, world: int) -> list[dict[str, Any]]:
+    """Calls that not every rank makes, or not with the same arguments."""
+    source, target = _plain(), _plain()
+    answers = []
+    if rank == 2:
+        answers.append(_attempt(source, target, patience=2))
+    else:
+        answers.append({"reason": "did not call", "text": ""})
+    _meet(world)
+    answers.append(_attempt(source, target, **({"mode": "fast"} if rank == 1 else {})))
+    answers.append(_attempt(source, target, **({"budget": 1 << 20} if rank == 1 else {})))
+    answers.append(_attempt(source, target, patience=-1))
+    report = dynadapt.migrate(source, target, timeout=20)
+    answers.append({"reason": "then", "ok": report.fingerprint_source == report.fingerprint_target})
+    return answers
+
+
+def _meet(world: int) -> None:
+    import torch.distributed as dist
+
+    assert dist.get_world_size() == world
+    dist.barrier()
+
+
+def test_ranks_out_of_step(ranks4: Pool) -> None:
+    """A call that some rank does not make fails in time, and the next one that all make goes through."""
+    by_rank = ranks4.run(_out_of_step)
+    assert by_rank[2][0]["reason"] == "seat-lost"
+    assert "seat 0" in by_rank[2][0]["text"]
+    for call, reason in ((1, "bad-argument"), (2, "ranks-disagree"), (3, "bad-argument")):
+        assert {answers[call]["reason"] for answers in by_rank} == {reason}
+        assert len({answers[call]["text"] for answers in by_rank}) == 1
+    assert all(answers[4]["ok"] for answers in by_rank)
 
 
 def _too_big(rank: int, world: int) -> list[dict[str, Any]]:
