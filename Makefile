@@ -9,7 +9,7 @@ PROSE := README.md CONTRIBUTING.md CHANGELOG.md docs
 DIST := build/dist
 
 # Tests run on CPU, one thread a rank, whatever the machine offers.
-TEST_ENV := DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
+TEST_ENV := DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR=$(CURDIR)/$(VENV)/torch_extensions
 
 # DeepSpeed compiles its CPU operator with the ninja of this environment.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -37,6 +37,7 @@ $(READY): pyproject.toml constraints.txt | $(BIN)/python
 # The first DeepSpeed engine on a machine compiles an operator (half a minute). Done here, once, it
 # does not look like a hang in a test or in the demo.
 $(WARM): $(READY)
+	@rm -rf $(VENV)/torch_extensions
 	@$(TEST_ENV) $(BIN)/python -c "from deepspeed.accelerator import get_accelerator as a; \
 	a().create_op_builder('ShareMemCommBuilder').load()" >$(VENV)/warm.log 2>&1 \
 	|| echo "DeepSpeed could not compile its CPU operator (needs a C++ compiler): see $(VENV)/warm.log"

@@ -36,6 +36,8 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from dynadapt.demo.extensions import environment
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import TracebackType
@@ -247,18 +249,14 @@ class Pool:
             # DeepSpeed's own launcher sets LOCAL_SIZE, which turns on its shared-memory operator.
             if not name.startswith(("PYTEST_", "PYTHONWARNINGS", "TORCHELASTIC_", "LOCAL_SIZE"))
         }
+        env |= environment()  # DeepSpeed on the CPU, and where it compiles
         env |= {
             "CUDA_VISIBLE_DEVICES": "",
-            "DS_ACCELERATOR": "cpu",
-            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
             "HF_HUB_OFFLINE": "1",
             "LOCAL_RANK": str(rank),
             "LOCAL_WORLD_SIZE": str(self.world_size),
             "MASTER_ADDR": HOST,
             "MASTER_PORT": str(self._master.port),
-            "OMP_NUM_THREADS": "1",
-            # DeepSpeed's operators are compiled with the ninja beside this interpreter.
-            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
             "PYTHONPATH": str(ROOT),
             "RANK": str(rank),
             "TOKENIZERS_PARALLELISM": "false",

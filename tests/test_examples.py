@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from dynadapt.demo.extensions import environment
+
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
@@ -21,9 +23,7 @@ def test_there_are_examples() -> None:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(path: Path) -> None:
     """On two ranks, under torchrun, to the end."""
-    tools = str(Path(sys.executable).parent)
-    env = {**os.environ, "PATH": os.pathsep.join([tools, os.environ["PATH"]])}
-    env |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env = {**os.environ, **environment()}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", str(path)]
     ran = subprocess.run(

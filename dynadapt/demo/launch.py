@@ -18,6 +18,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from dynadapt.demo.extensions import environment
 from dynadapt.elastic.outcome import human
 
 if TYPE_CHECKING:
@@ -138,10 +139,7 @@ def run(json_path: Path | None, console: Console, steps: int = 24) -> int:
 @contextmanager
 def _ranks(events: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """The ranks, ended with this block whatever happens."""
-    tools = str(Path(sys.executable).parent)  # ninja, for DeepSpeed's one compiled operator
-    path = os.pathsep.join([tools, os.environ.get("PATH", "")])
-    env = {**os.environ, "PATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    env = {**os.environ, **environment()}
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS))
     command = [sys.executable, *launcher, "-m", "dynadapt.demo.worker", str(events)]
     with log.open("wb") as sink:
