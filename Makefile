@@ -53,7 +53,7 @@ nightly: setup
 	$(TEST_ENV) HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m nightly
 
 faults: setup
-	$(TEST_ENV) $(BIN)/python -m pytest -m faults
+	$(TEST_ENV) $(BIN)/python -m pytest tests/live/test_failures.py tests/live/test_bad_input.py
 
 bench: setup
 	$(BIN)/python benchmarks/run.py

@@ -34,7 +34,8 @@ def _state(x: Any) -> Any:
 
 def _settings(**given: Any) -> Settings:
     timeout = given.pop("timeout", None)
-    allow = frozenset(given.pop("allow", ()))
+    allow = given.pop("allow", ())
+    allow = frozenset({allow} if isinstance(allow, str) else allow)
     budget = given.pop("budget", None)
     timeouts = Timeouts() if timeout is None else Timeouts(min(30.0, timeout), timeout)
     budget = DEFAULT_BUDGET if budget is None else budget
@@ -80,7 +81,7 @@ class State:
     def __str__(self) -> str:
         from rich.console import Console
 
-        console = Console(width=120, force_terminal=False)
+        console = Console(force_terminal=False)
         with console.capture() as captured:
             console.print(self)
         return captured.get()

@@ -27,6 +27,7 @@ __all__ = [
     "apply_user",
     "dropped_extras",
     "groups_item",
+    "optimizer_item",
     "plain",
     "scheduler_item",
     "user_items",
@@ -41,7 +42,6 @@ NOT_HYPER = frozenset(
         "fused",
         "capturable",
         "differentiable",
-        "maximize",
         "step",  # FusedAdam keeps a count here; a step is a scalar of each parameter
     }
 )
@@ -70,6 +70,30 @@ def groups_item(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[st
         for group, members in zip(groups, names, strict=True)
     ]
     return AuxItem("param_groups", value)
+
+
+_FAMILIES = {
+    "AdamW": "Adam",
+    "FusedAdam": "Adam",
+    "DeepSpeedCPUAdam": "Adam",
+    "FusedLion": "Lion",
+    "DeepSpeedCPULion": "Lion",
+}
+"""Classes with one update rule; AdamW differs from Adam by a group entry, which is carried."""
+
+
+def _family(optimizer: Any) -> str:
+    kind = type(optimizer).__name__
+    return _FAMILIES.get(kind, kind)
+
+
+def optimizer_item(optimizer: Any) -> AuxItem:
+    """The `optimizer` aux item: the name of its update rule.
+
+    >>> optimizer_item(torch.optim.AdamW([torch.zeros(1)])).value
+    'Adam'
+    """
+    return AuxItem("optimizer", _family(optimizer))
 
 
 def plain(value: Any) -> Any:
@@ -123,19 +147,32 @@ def apply_groups(
                     )
                 )
                 break
+        lost = []
         for key, value in hyper.items():
             if (key in group and key not in NOT_HYPER) or key == "initial_lr":
-                _set_entry(group, key, value)
+                shared = sum(group.get(key) is other.get(key) for other in groups) > 1
+                _set_entry(group, key, value, shared)
+            elif value not in _IDLE:
+                lost.append(key)
         outcomes.append(Outcome(f"param_groups[{index}]", "exact"))
+        outcomes += [
+            Outcome(f"param_groups[{index}]/{key}", "dropped", "the target's optimizer has none")
+            for key in lost
+        ]
     if findings:
         raise Refused(findings)
     return tuple(outcomes)
 
 
-def _set_entry(group: dict[str, Any], key: str, value: Any) -> None:
+#: Values of an entry that change nothing where the target's optimizer does not know it.
+_IDLE = (None, False, 0)
+
+
+def _set_entry(group: dict[str, Any], key: str, value: Any, shared: bool) -> None:
     old = group.get(key)
     if isinstance(old, torch.Tensor):
-        old.fill_(value)
+        # torch gives all groups one and the same tensor where one was passed: part them then
+        group[key] = old.clone().fill_(value) if shared else old.fill_(value)
     elif isinstance(old, tuple) and isinstance(value, list):
         group[key] = tuple(value)
     else:
@@ -152,8 +189,52 @@ def scheduler_item(scheduler: Any) -> AuxItem | None:
     return AuxItem("scheduler", {"class": type(scheduler).__name__, "state": kept, "left": left})
 
 
-def apply_scheduler(scheduler: Any, item: AuxItem | None) -> tuple[Outcome, ...]:
-    """Load the source scheduler's state into a target scheduler of the same class."""
+#: What a scheduler keeps as one value a param group.
+_PER_GROUP = frozenset(
+    {
+        *("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums"),
+        *("max_momentums", "_initial_lrs", "eta_min_list"),
+    }
+)
+
+
+def _source_group_of(names: Sequence[Sequence[str]], groups: AuxItem | None) -> list[int] | None:
+    """For each target group, the source group of the same members; None where they are cut otherwise."""
+    source = [set(group["names"]) for group in (groups.value if groups else [])]
+    common = set().union(*source) & set().union(*map(set, names))
+    left = [(members & common, index) for index, members in enumerate(source)]
+    found = []
+    for members in names:
+        match = next((one for one in left if one[0] == set(members) & common), None)
+        if match is None:
+            return None
+        left.remove(match)
+        found.append(match[1])
+    return None if left else found
+
+
+def _by_target_group(value: Any, order: Sequence[int], key: str = "") -> Any:
+    """Per-group lists of a scheduler's state, at any depth, in the order of the target's groups."""
+    if isinstance(value, dict):
+        return {k: _by_target_group(v, order, str(k)) for k, v in value.items()}
+    if isinstance(value, list) and key in _PER_GROUP and len(value) == len(order):
+        return [value[index] for index in order]
+    if isinstance(value, list):
+        return [_by_target_group(part, order) for part in value]
+    return value
+
+
+def apply_scheduler(
+    scheduler: Any,
+    item: AuxItem | None,
+    groups: AuxItem | None = None,
+    names: Sequence[Sequence[str]] = (),
+) -> tuple[Outcome, ...]:
+    """Load the source scheduler's state into a target scheduler of the same class.
+
+    `groups` is the source's `param_groups` item and `names` the target's: what a scheduler keeps per
+    group follows the members. Raises `Refused` (`scheduler-groups`) if the groups are cut otherwise.
+    """
     if item is None and scheduler is None:
         return ()
     if item is None:
@@ -163,8 +244,17 @@ def apply_scheduler(scheduler: Any, item: AuxItem | None) -> tuple[Outcome, ...]
     if type(scheduler).__name__ != item.value["class"]:
         note = f"the source's is a {item.value['class']}, the target's a {type(scheduler).__name__}"
         return (Outcome("scheduler", "dropped", note),)
-    own = scheduler.state_dict()
-    state = {key: _like(own.get(key), value) for key, value in item.value["state"].items()}
+    own, given = scheduler.state_dict(), item.value["state"]
+    if groups is not None:
+        order = _source_group_of(names, groups)
+        if order is None:
+            cause = (
+                "the source keeps rates by param group, and the target's groups have other members"
+            )
+            fix = "give the target optimizer the source's param groups, or no scheduler"
+            raise Refused([Finding("scheduler-groups", "scheduler", cause, fix)])
+        given = _by_target_group(given, order)
+    state = {key: _like(own.get(key), value) for key, value in given.items()}
     scheduler.load_state_dict({**own, **state})
     if left := item.value.get("left"):
         note = f"all but {', '.join(left)}, which the target keeps as it was built"
@@ -173,7 +263,11 @@ def apply_scheduler(scheduler: Any, item: AuxItem | None) -> tuple[Outcome, ...]
 
 
 def _like(own: Any, value: Any) -> Any:
-    """A value in the container type of the target's: milestones are a Counter, not any dict."""
+    """A value in the type of the target's: milestones are a Counter, a rate may be a tensor."""
+    if isinstance(own, torch.Tensor) and isinstance(value, int | float):
+        return own.clone().fill_(value)
+    if type(own) is list and type(value) is list and len(own) == len(value):
+        return [_like(a, b) for a, b in zip(own, value, strict=True)]
     if isinstance(value, dict | list) and isinstance(own, dict | list) and type(own) is not dict:
         return type(own)(value)
     return value
@@ -230,7 +324,8 @@ _TENSOR = "torch.Tensor"
 
 def _lowered(value: Any) -> Any:
     """A user's state with every tensor as (mark, dtype, shape, bytes)."""
-    if isinstance(value, torch.Tensor):
+    if type(value) in {torch.Tensor, torch.nn.Parameter} and value.layout is torch.strided:
+        value = value.detach().resolve_conj().resolve_neg()
         flat = value.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
         return {_TENSOR: [dtype_name(value.dtype), list(value.shape), flat.numpy().tobytes()]}
     if isinstance(value, dict):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dynadapt.errors import Finding, Refused
 from dynadapt.vps.keys import Key, canonical_name
 from dynadapt.vps.layout import Row
 
@@ -97,8 +98,12 @@ class TensorBuffer:
         return flat.set_(self._storage, 0, (self.numel,), (1,))
 
     def free(self) -> None:
-        """Give the storage's bytes back; views of it stay valid objects."""
-        self._storage.resize_(0)
+        """Give the storage's bytes back, where torch can; views of it stay valid objects.
+
+        Memory that torch does not own (from NumPy, a mapped file) stays as it is.
+        """
+        if self._storage.resizable():
+            self._storage.resize_(0)
 
     def refill(self) -> None:
         """Make the storage whole again if it was freed; the content is undefined then."""
@@ -128,6 +133,10 @@ class BufferTable:
         """
         if tuple(tensor.shape) != box.shape:
             raise ValueError(f"{key} {box}: tensor of shape {tuple(tensor.shape)}")
+        if tensor.is_conj() or tensor.is_neg():
+            cause = "its storage holds the conjugate or the negative of its values"
+            fix = "replace it by .resolve_conj().resolve_neg()"
+            raise Refused([Finding("unsupported-tensor", str(key), cause, fix)])
         if not box.volume:
             return
         name = self._buffer_of(key, tensor)
@@ -203,9 +212,14 @@ def _grouped(
     groups: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
     persistent: dict[int, bool] = {}
-    for raw, tensor in named:
+    every = list(named)
+    owners: dict[str, set[int]] = {}
+    for raw, tensor in every:
+        owners.setdefault(canonical_name(raw), set()).add(id(tensor))
+    for raw, tensor in every:
         ident = id(tensor)
-        groups.setdefault(ident, []).append(canonical_name(raw))
+        name = canonical_name(raw)  # unless a real submodule has a wrapper's name
+        groups.setdefault(ident, []).append(name if len(owners[name]) == 1 else raw)
         tensors[ident] = tensor
         persistent[ident] = persistent.get(ident, False) or raw not in lost
     for order, (ident, names) in enumerate(groups.items()):
@@ -226,7 +240,14 @@ def unwrapped(optimizer: Any) -> Any:
     True
     """
     inner = getattr(optimizer, "optimizer", None)
-    return unwrapped(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
+    if not isinstance(inner, torch.optim.Optimizer):
+        return optimizer
+    own = getattr(optimizer, "state", None)
+    if own and own is not inner.state and dict(own) != dict(inner.state):
+        kind = type(optimizer).__name__
+        cause = "it wraps another optimizer and keeps state of its own, which would be lost"
+        raise Refused([Finding("unknown-optimizer", kind, cause, "pass the inner optimizer")])
+    return unwrapped(inner)
 
 
 def optimizer_slots(optimizer: Any, group: Mapping[str, Any]) -> tuple[str, ...] | None:

@@ -28,8 +28,8 @@ __all__ = ["Result", "run"]
 
 RANKS = 4
 CAUSE = (
-    "The state itself was moved bit for bit (equal fingerprints). Losses differ in the last digits while "
-    "in TP x DP because bf16 partial sums are added in another order there."
+    "The state itself was moved bit for bit (equal fingerprints). The differences in the losses' last "
+    "digits arise in TP x DP, where bf16 partial sums are added in another order, and stay."
 )
 
 
@@ -118,11 +118,13 @@ def run(json_path: Path | None, console: Console, steps: int = 24) -> int:
     with tempfile.TemporaryDirectory(prefix="dynadapt-demo-") as folder:
         events, log = Path(folder, "events.jsonl"), Path(folder, "log.txt")
         events.touch()
-        with _ranks(events, log) as process, Live(console=console, refresh_per_second=8) as live:
+        with (
+            _ranks(events, log) as process,
+            Live(console=console, refresh_per_second=8, transient=True) as live,
+        ):
             for event in _follow(events, process, lambda: live.update(_view(result, steps))):
                 result.take(event)
                 live.update(_view(result, steps))
-            live.update(_view(result, steps))
         if process.returncode or not result.done:
             console.print(
                 f"[red]the ranks ended with status {process.returncode}[/red]; their last words:"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from dynadapt.elastic.side import Scalars, Side
-    from dynadapt.protocols import Described
+    from dynadapt.protocols import AuxItem, Described
     from dynadapt.transport.certify import Sums
     from dynadapt.transport.plan import Pair
     from dynadapt.vps.keys import KeySpec
@@ -26,6 +26,7 @@ __all__ = [
     "drift",
     "files_unreachable",
     "held_differently",
+    "optimizers_differ",
     "scalars_differ",
     "stale",
     "steps_differ",
@@ -52,6 +53,28 @@ def steps_differ(scalars: Scalars, flat_step: bool, allow: Collection[str]) -> l
             'allow={"step"} takes the largest step',
         )
     ]
+
+
+def optimizers_differ(
+    source: Mapping[str, AuxItem], target: Mapping[str, AuxItem], allow: Collection[str]
+) -> list[Finding]:
+    """The target would start afresh, or use the source's state by another rule.
+
+    With "extra" and "missing" allowed, each side keeps what the other does not know.
+    """
+    here, there = target.get("optimizer"), source.get("optimizer")
+    if here is None or {"extra", "missing"} <= set(allow):
+        return []
+    if there is None:
+        cause = "the target has an optimizer and the source has none"
+        fix = 'pass the source with its optimizer, or allow={"missing"} to start it afresh'
+        missing = Finding("missing-key", "optimizer", cause, fix)
+        return [] if "missing" in allow else [missing]
+    if here.value == there.value:
+        return []
+    cause = f"{there.value} in the source, {here.value} in the target"
+    fix = "use the same optimizer class in the target"
+    return [Finding("optimizer-class", "optimizer", cause, fix)]
 
 
 def scalars_differ(source: Scalars, after: Scalars) -> list[Finding]:
@@ -125,7 +148,7 @@ def disagreements(told: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
     findings = [
         Finding("ranks-disagree", name, "is not equal on all seats", "pass equal arguments")
         for name in names
-        if len({report[name] for report in told.values()}) > 1
+        if len({repr(report[name]) for report in told.values()}) > 1
     ]
     for seat, report in told.items():
         for name, digest in report.get("pairs", {}).items():

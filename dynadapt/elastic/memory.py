@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dynadapt.protocols import Buffer, Described
     from dynadapt.vps.keys import KeySpec
 
-__all__ = ["Parked", "available_bytes", "is_parked", "state_to_make", "too_little", "wake"]
+__all__ = ["Parked", "Woken", "available_bytes", "is_parked", "state_to_make", "too_little"]
 
 
 def available_bytes(device: str = "cpu") -> int | None:
@@ -108,11 +108,27 @@ def is_parked(model: Any) -> bool:
     return model in _parked
 
 
-def wake(model: Any) -> None:
-    """Give a parked model its storage back, with undefined content: it is to be a target."""
-    if is_parked(model):  # a path is never parked, and no key of a weak dictionary
-        for buffer in _parked.pop(model):
+class Woken:
+    """A parked model that is to be a target: its storage is made whole, with undefined content.
+
+    It counts as parked until `settle`; `undo` frees it again. Does nothing for a model that is not.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._buffers = _parked[model] if is_parked(model) else ()
+        for buffer in self._buffers:
             buffer.refill()
+
+    def settle(self) -> None:
+        """A state has arrived: the model holds one again."""
+        if self._buffers:
+            _parked.pop(self._model, None)
+
+    def undo(self) -> None:
+        """No state has arrived: nothing may be read from it."""
+        for buffer in self._buffers:
+            buffer.free()
 
 
 class Parked:
@@ -125,9 +141,12 @@ class Parked:
     def __init__(self, model: Any, buffers: Mapping[str, Buffer]) -> None:
         self._origin = dict(buffers)
         self._model = model
-        _parked[model] = tuple(self._origin.values())
         self.buffers: dict[str, Buffer] = {}
         self.nbytes = 0
+
+    def park(self) -> None:
+        """Copy and free, buffer by buffer; if that fails half-way, `restore` undoes what was done."""
+        _parked[self._model] = tuple(self._origin.values())
         for name, buffer in self._origin.items():
             host = buffer.tensor().to("cpu", copy=True)
             self.nbytes += host.numel() * host.element_size()
@@ -135,8 +154,8 @@ class Parked:
             buffer.free()
 
     def restore(self) -> None:
-        """Refill every buffer and copy its content back."""
+        """Refill every buffer that was parked and copy its content back."""
+        for name, copy in self.buffers.items():
+            self._origin[name].refill()
+            self._origin[name].tensor().copy_(copy.tensor())
         _parked.pop(self._model, None)
-        for name, buffer in self._origin.items():
-            buffer.refill()
-            buffer.tensor().copy_(self.buffers[name].tensor())

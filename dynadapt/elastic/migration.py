@@ -20,15 +20,14 @@ import numpy as np
 from dynadapt.elastic import checks, rng
 from dynadapt.elastic.memory import (
     Parked,
+    Woken,
     available_bytes,
-    is_parked,
     state_to_make,
     too_little,
-    wake,
 )
 from dynadapt.elastic.outcome import MigrationReport
 from dynadapt.elastic.side import Side, unite
-from dynadapt.elastic.state import ballot, control_of, refuse, storage_of
+from dynadapt.elastic.state import ballot, control_of, parked_findings, refuse, storage_of
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import Outcome, TrainState
 from dynadapt.registry import adapter_for
@@ -134,7 +133,9 @@ class _Migration:
         self.own_source: Described | None = None
         self.own_target: Described | None = None
         self.preparing = False
+        self.committed = False
         self.parked: Parked | None = None
+        self.woken: Woken | None = None
         self.channel: Channel | None = None
         self.outcomes: list[Outcome] = []
         self.warnings: list[Finding] = []
@@ -172,6 +173,9 @@ class _Migration:
             streams = self.gather_streams()
         with self.phase("commit", last=True):
             pass
+        self.committed = True
+        if self.woken is not None:
+            self.woken.settle()
         if streams is not None:
             self.set_streams(streams)
         if self.channel is not None:
@@ -193,12 +197,10 @@ class _Migration:
             refuse(self.settings.findings())
             if self.x_source is not None:
                 self.source_adapter = adapter_for(self.x_source)
-                if is_parked(TrainState.of(self.x_source).model):
-                    cause = "it was parked and its state moved away: it holds nothing"
-                    refuse([Finding("parked", "source", cause, "migrate a state into it first")])
+                refuse(parked_findings("source", self.x_source))
             if self.x_target is not None:
                 self.target_adapter = adapter_for(self.x_target)
-                wake(TrainState.of(self.x_target).model)
+                self.woken = Woken(TrainState.of(self.x_target).model)
             for adapter, x in (
                 (self.source_adapter, self.x_source),
                 (self.target_adapter, self.x_target),
@@ -207,7 +209,7 @@ class _Migration:
                     if adapter is not None:
                         adapter.quiesce(x, agree)
         with self.phase("describe"):
-            told = self.control.gather_values("settings", {"arguments": repr(self.settings)})
+            told = self.control.gather_values("settings", self.settings.to_json())
             refuse(checks.disagreements(told))
             if self.source_adapter is not None:
                 self.own_source = self.source_adapter.describe(self.x_source)
@@ -226,10 +228,18 @@ class _Migration:
             needed = state_to_make(self.source.layout.keys, before)
         self.check_memory("room", "new optimizer state", needed)
         if self.settings.mode == "park" and self.own_source is not None and not self.source.readers:
-            self.parked = Parked(TrainState.of(self.x_source).model, self.own_source.buffers)
+            model = TrainState.of(self.x_source).model
+            if self.x_target is not None and TrainState.of(self.x_target).model is model:
+                cause = "source and target are the same model, which cannot be parked away"
+                refuse([Finding("bad-argument", "mode", cause, "use mode='keep'")])
+            self.parked = Parked(model, self.own_source.buffers)
+            self.parked.park()
         if self.target_adapter is not None:
             self.preparing = True
+            aux = {item.path: item for item in before.aux}
+            unlike = checks.optimizers_differ(self.source.aux, aux, self.settings.allow)
             self.own_target = self.target_adapter.prepare(self.x_target, self.source.layout.keys)
+            refuse(unlike)
         blank = None  # what the target says of steps and hyperparameters is about to be replaced
         if self.own_target is not None:
             blank = replace(self.own_target, scalars={}, aux=())
@@ -377,8 +387,12 @@ class _Migration:
         if self.target_adapter is not None:
             after = self.target_adapter.describe(self.x_target)
             findings += checks.held_differently(self.own_target, after)
-            if not ("step" in self.settings.allow and self.target.flat_step):
-                findings += checks.scalars_differ(self.source.scalars, after.scalars)
+            unlike = checks.scalars_differ(self.source.scalars, after.scalars)
+            if "step" in self.settings.allow and self.target.flat_step:
+                self.outcomes += [Outcome(f.where, "derived", f.cause) for f in unlike]
+            else:
+                findings += unlike
+
         pairs = self.matched.pairs
         wanted = [Wanted(p.target, p.target.dtype, p.target.key) for p in pairs]
         derived = checks.derived_sums(self.target)
@@ -454,22 +468,33 @@ class _Migration:
             stream, outcome = rng.stream_for(rng.coordinate_of(place), streams)
             self.outcomes.append(outcome)
             if seat == self.session.seat:
-                if isinstance(stream, int):
-                    rng.reseed(stream)
-                else:
-                    rng.apply(stream)
+                try:
+                    rng.put(stream)
+                except Exception as error:  # the state has moved: a stream is not worth losing it
+                    warnings.warn(f"random streams could not be set: {error!r}", stacklevel=2)
 
     def undo(self) -> None:
-        """After a failure: break the channel, undo `prepare`, put a parked source back."""
-        if self.channel is not None:
-            self.channel.abort()
+        """After a failure: break the channel, undo `prepare`, put a parked source back.
+
+        Each of them whatever became of the others. After the commit there is nothing to undo: the other
+        seats have gone on with the target.
+        """
+        if self.committed:
+            return
         try:
-            if self.preparing and self.target_adapter is not None:
-                self.target_adapter.abandon(self.x_target)
-        except Exception as error:
-            warnings.warn(f"the target could not be undone: {error!r}", stacklevel=2)
-        if self.parked is not None:
-            self.parked.restore()
+            if self.channel is not None:
+                self.channel.abort()
+        finally:
+            try:
+                if self.preparing and self.target_adapter is not None:
+                    self.target_adapter.abandon(self.x_target)
+            except Exception as error:
+                warnings.warn(f"the target could not be undone: {error!r}", stacklevel=2)
+            finally:
+                if self.woken is not None:
+                    self.woken.undo()
+                if self.parked is not None:
+                    self.parked.restore()
 
 
 def summary(side: Side) -> dict[str, Any]:

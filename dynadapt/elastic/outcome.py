@@ -107,7 +107,7 @@ class MigrationReport:
     def __str__(self) -> str:
         from rich.console import Console
 
-        console = Console(width=110, force_terminal=False)
+        console = Console(force_terminal=False)
         with console.capture() as captured:
             console.print(self)
         return captured.get()

@@ -129,7 +129,7 @@ class PlanReport:
     def __str__(self) -> str:
         from rich.console import Console
 
-        console = Console(width=120, force_terminal=False)
+        console = Console(force_terminal=False)
         with console.capture() as captured:
             console.print(self)
         return captured.get()

@@ -66,6 +66,14 @@ def reseed(seed: int) -> None:
     torch.manual_seed(seed % 2**63)
 
 
+def put(stream: Mapping[str, Any] | int) -> None:
+    """Set this process's streams: to captured ones, or from a seed."""
+    if isinstance(stream, int):
+        reseed(stream)
+    else:
+        apply(stream)
+
+
 def stream_for(
     place: Coordinate, sources: Mapping[Coordinate, Mapping[str, Any]]
 ) -> tuple[Mapping[str, Any] | int, Outcome]:

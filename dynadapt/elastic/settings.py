@@ -28,6 +28,17 @@ class Settings:
     allow: frozenset[str] = frozenset()
     timeouts: Timeouts = field(default_factory=Timeouts)
 
+    def to_json(self) -> dict[str, object]:
+        """One plain value an argument, equal on seats that were given equal ones."""
+        return {
+            "budget": self.budget,
+            "mode": self.mode,
+            "narrow": self.narrow,
+            "on_drift": self.on_drift,
+            "allow": sorted(self.allow),
+            "timeout": self.timeouts.phase,
+        }
+
     def findings(self) -> list[Finding]:
         """What is wrong with them. Not raised when made: all seats are to be told, not one."""
         findings = []
@@ -41,8 +52,8 @@ class Settings:
             findings.append(
                 _bad("allow", sorted(self.allow - ALLOWANCES), f"some of {sorted(ALLOWANCES)}")
             )
-        if self.budget < 64 << 10:
-            findings.append(_bad("budget", self.budget, "at least 65536 bytes"))
+        if type(self.budget) is not int or self.budget < 64 << 10:
+            findings.append(_bad("budget", self.budget, "a whole number of at least 65536 bytes"))
         if not self.timeouts.phase > 0:
             findings.append(_bad("timeout", self.timeouts.phase, "more than 0 seconds"))
         return findings

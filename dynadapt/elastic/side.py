@@ -131,7 +131,7 @@ def _unite_scalars(parts: Mapping[int, Any], findings: list[Finding], read: _Rea
             for label, value in values.items():
                 known = found.setdefault(name, {}).setdefault(label, value)
                 first = told.setdefault((name, label), seat)
-                if known != value:
+                if wire.encode(known) != wire.encode(value):
                     findings.append(
                         Finding(
                             "ranks-disagree",

@@ -5,8 +5,10 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from dynadapt.elastic.memory import is_parked
 from dynadapt.elastic.side import Side, unite
 from dynadapt.errors import Finding, MigrationAborted, Refused
+from dynadapt.protocols import TrainState
 from dynadapt.registry import adapter_for
 from dynadapt.transport.certificate import fingerprint
 from dynadapt.transport.certify import Wanted, count
@@ -20,7 +22,15 @@ if TYPE_CHECKING:
     from dynadapt.elastic.worlds import Session
     from dynadapt.protocols import Described
 
-__all__ = ["ballot", "control_of", "fingerprint_of", "refuse", "side_of", "storage_of"]
+__all__ = [
+    "ballot",
+    "control_of",
+    "fingerprint_of",
+    "parked_findings",
+    "refuse",
+    "side_of",
+    "storage_of",
+]
 
 
 def control_of(session: Session, settings: Settings) -> tuple[int, Control]:
@@ -43,8 +53,10 @@ def side_of(session: Session, x: Any, settings: Settings) -> tuple[Side, Describ
     try:
         with control.phase("describe", last=True):
             refuse(settings.findings())
+            if x is not None:
+                refuse(parked_findings("x", x))
             adapter = None if x is None else adapter_for(x)
-            with ballot(control, "describe") as agree:
+            with ballot(control, "describe alone") as agree:
                 if adapter is not None:
                     adapter.quiesce(x, agree)
             own = None if adapter is None else adapter.describe(x)
@@ -98,6 +110,14 @@ def ballot(control: Control, phase: str) -> Iterator[Callable[[], None]]:
             control.vote(phase, error)
         raise
     agree()
+
+
+def parked_findings(where: str, x: Any) -> list[Finding]:
+    """A state that was parked and moved away cannot be read."""
+    if not is_parked(TrainState.of(x).model):
+        return []
+    cause = "it was parked and its state moved away: it holds nothing"
+    return [Finding("parked", where, cause, "migrate a state into it first")]
 
 
 def refuse(findings: Iterable[Finding]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
@@ -34,8 +35,13 @@ def as_words(tensor: torch.Tensor) -> NDArray[Any]:
     """
     size = tensor.dtype.itemsize
     if size in _WORDS:
-        return tensor.view(_WORDS[size]).numpy().view(f"u{size}")
-    return tensor.numpy()
+        return _shared(tensor.detach().view(_WORDS[size])).view(f"u{size}")
+    return _shared(tensor.detach())
+
+
+def _shared(tensor: torch.Tensor) -> NDArray[Any]:
+    """A NumPy view. `Tensor.numpy()` would mark the user's storage as never to be resized again."""
+    return np.from_dlpack(tensor)
 
 
 def cast_into(target: torch.Tensor, source: torch.Tensor) -> None:

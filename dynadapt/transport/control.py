@@ -114,7 +114,7 @@ class Control:
         try:
             if error is not None:
                 self._store.set("failed", name)
-            ballot = json.dumps(_ballot(error))
+            ballot = json.dumps({"phase": name, "failure": _ballot(error)})
             self._store.set(f"{place}/{self.seat}", ballot)
             if self._store.add(f"{place}/count", 1) == len(self.seats):
                 self._decide(place, name, (), last)
@@ -170,7 +170,14 @@ class Control:
         """Write the outcome unless another seat was first."""
         there = [s for s in self.seats if not silent or self._store.check([f"{place}/{s}"])]
         ballots = [json.loads(b) for b in self._read([f"{place}/{seat}" for seat in there])]
-        failures = [(seat, ballot) for seat, ballot in zip(there, ballots, strict=True) if ballot]
+        voted = dict(zip(there, ballots, strict=True))
+        failures = [(seat, b["failure"]) for seat, b in voted.items() if b["failure"]]
+        phases = {seat: ballot["phase"] for seat, ballot in voted.items()}
+        if len(set(phases.values())) > 1:
+            calls = ", ".join(f"seat {seat} in {phase!r}" for seat, phase in phases.items())
+            cause = f"the ranks have called different functions: {calls}"
+            odd = {"cause": cause, "reason": "calls-differ", "echo": False, "findings": []}
+            failures.append((min(phases), odd))
         for seat in set(silent).difference(there):
             cause = f"no sign of it in phase {name!r}; its process may be dead or stuck"
             lost = {"cause": cause, "reason": "seat-lost", "echo": False, "findings": []}

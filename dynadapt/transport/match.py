@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 __all__ = ["match"]
 
+HINTS = 8
+"""Findings that get the nearest names: looking for them costs time, and a wrong model has thousands."""
+
 
 def match(source: Sequence[KeySpec], target: Sequence[KeySpec], options: Options) -> Match:
     """Pair the keys of two layouts. Pure; the same on every seat. All findings together.
@@ -35,7 +38,7 @@ def match(source: Sequence[KeySpec], target: Sequence[KeySpec], options: Options
             continue
         served = _serving(spec, found)
         if served is None or served.derived:
-            findings += _missing(spec, source, options, notes)
+            findings += _missing(spec, source, options, notes, len(findings) < HINTS)
             continue
         findings += _differences(served, spec, options)
         findings += _ties(served, spec, found, options, used)
@@ -75,22 +78,32 @@ def _serving(spec: KeySpec, found: Mapping[Key, KeySpec]) -> KeySpec | None:
     return None
 
 
+def _nearest(spec: KeySpec, others: Sequence[KeySpec]) -> str:
+    """The most similar names of the same slot, as the end of a sentence."""
+    names = [str(other.key) for other in others if other.key.slot == spec.key.slot]
+    near = difflib.get_close_matches(str(spec.key), names, 3)
+    return f"; nearest: {', '.join(near)}" if near else ""
+
+
 def _missing(
-    spec: KeySpec, source: Sequence[KeySpec], options: Options, notes: list[tuple[str, str]]
+    spec: KeySpec,
+    source: Sequence[KeySpec],
+    options: Options,
+    notes: list[tuple[str, str]],
+    hints: bool,
 ) -> list[Finding]:
     if spec.presence == "none":
         return []
     if spec.kind == "transient" or "missing" in options.allow:
         notes.append((str(spec.key), "not in the source; the target keeps its own"))
         return []
-    near = difflib.get_close_matches(str(spec.key), [str(s.key) for s in source], 3)
-    hint = f"; nearest: {', '.join(near)}" if near else ""
+    hint = _nearest(spec, source) if hints else ""
     return [
         Finding(
             "missing-key",
             str(spec.key),
             f"the target needs it and the source does not hold it{hint}",
-            'use the same model on both sides, map names, or allow={"missing"} to keep the target\'s own',
+            'use the same model on both sides, or allow={"missing"} to keep the target\'s own',
         )
     ]
 
@@ -100,13 +113,12 @@ def _extra(
 ) -> list[Finding]:
     if "extra" in options.allow:
         return []
-    findings = []
+    findings: list[Finding] = []
     for spec in source:
         idle = spec.key in used or spec.derived or spec.kind == "transient" or not spec.numel
         if idle or spec.presence != "present":
             continue
-        near = difflib.get_close_matches(str(spec.key), [str(t.key) for t in target], 3)
-        hint = f"; nearest: {', '.join(near)}" if near else ""
+        hint = _nearest(spec, target) if len(findings) < HINTS else ""
         findings.append(
             Finding(
                 "extra-key",

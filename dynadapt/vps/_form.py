@@ -35,6 +35,15 @@ def bad_row(endpoint: int, row: Row, cause: str) -> Finding:
     )
 
 
+def _shared(endpoint: int, row: Row, cause: str) -> Finding:
+    return Finding(
+        "shared-memory",
+        f"endpoint {endpoint}: {row.key} {row.box}",
+        f"the row {cause}",
+        "give the tensor memory of its own: clone the expanded or overlapping view",
+    )
+
+
 def check_form(endpoints: Iterable[int], rows_of: Mapping[int, Sequence[Row]]) -> None:
     """No endpoint holds a coordinate of a key twice, nor too many rows; no two rows share memory."""
     findings: list[Finding] = []
@@ -69,7 +78,7 @@ def _shared_memory(endpoint: int, rows: Sequence[Row]) -> Iterable[Finding]:
         sizes = zip(row.strides, row.box.shape, strict=True)
         for stride, size in sorted((stride, size) for stride, size in sizes if size > 1):
             if stride <= reach:
-                yield bad_row(endpoint, row, "holds one element for several coordinates")
+                yield _shared(endpoint, row, "holds one element for several coordinates")
                 break
             reach += stride * (size - 1)
         buffers.setdefault(row.buffer, []).append(row)
@@ -79,7 +88,7 @@ def _shared_memory(endpoint: int, rows: Sequence[Row]) -> Iterable[Finding]:
             open_rows = [other for other in open_rows if other.last >= row.offset]
             for other in open_rows:
                 if _same_places(other, row):
-                    yield bad_row(endpoint, row, f"shares memory with {other.key} {other.box}")
+                    yield _shared(endpoint, row, f"shares memory with {other.key} {other.box}")
             open_rows.append(row)
 
 

@@ -43,18 +43,21 @@ def coordinate_of(
     """
     meshes: list[Any] = [*data_meshes]
     for tensor in tensors:
-        if isinstance(tensor, DTensor) and not any(tensor.device_mesh is m for m in meshes):
+        if isinstance(tensor, DTensor) and tensor.device_mesh not in meshes:
             meshes.append(tensor.device_mesh)
     if not meshes:
         ready = dist.is_available() and dist.is_initialized()
         return {"dp": dist.get_rank() if ready else 0}
     # A part of a mesh knows the mesh it was cut from, which has the other axes too.
-    roots = list({id(root): root for root in (mesh._get_root_mesh() for mesh in meshes)}.values())
+    roots: list[Any] = []  # equal meshes are made anew by every fully_shard() without a mesh
+    for mesh in meshes:
+        if mesh._get_root_mesh() not in roots:
+            roots.append(mesh._get_root_mesh())
     data = {name for mesh in data_meshes for name in _axis_names(mesh, "dp")}
     found: dict[str, int] = {}
     for root in roots:
         own: dict[str, int] = {}
-        unnamed = "dp" if any(root is mesh for mesh in data_meshes) else "tp"
+        unnamed = "dp" if root in data_meshes else "tp"
         for axis, index, size in _axes(root, unnamed):
             role = "dp" if axis in data else role_of(axis)
             own[role] = own.get(role, 0) * size + index

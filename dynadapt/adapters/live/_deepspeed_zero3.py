@@ -285,7 +285,7 @@ class Zero3:
     def renew(self) -> None:
         """After a write to masters and frozen pieces: renew the weights' pieces, zero what is stale.
 
-        No communication; the persistent parameters are left to `gather_persistent`.
+        No communication; the persistent parameters are gathered by the next forward.
         """
         self.drop_copies()
         with torch.no_grad():
@@ -303,15 +303,6 @@ class Zero3:
                     flat.grad.zero_()
         for index in range(len(self.optimizer.fp16_groups)):
             self.optimizer._reassign_or_swap_out_partitioned_parameters(index)
-
-    def gather_persistent(self) -> None:
-        """Gather the parameters that stay whole between steps.
-
-        A collective: also a rank whose shares are empty takes part.
-        """
-        persistent = self.optimizer.persistent_parameters
-        if persistent:
-            persistent[0].all_gather(persistent)
 
     def restore_masters(self) -> None:
         """Give masters that no longer agree with the weights the weights' values. No communication.

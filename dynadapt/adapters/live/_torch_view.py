@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from dynadapt.adapters._aux import groups_item, scheduler_item, user_items
+from dynadapt.adapters._aux import groups_item, optimizer_item, scheduler_item, user_items
 from dynadapt.adapters._common import (
     BufferTable,
     NamedTensor,
@@ -183,6 +183,7 @@ class View:
             *user_items(state.user, state.samples, state.counters),
         ]
         if self.optimizer is not None:
+            items.append(optimizer_item(self.holder))
             items.append(groups_item(self.optimizer.param_groups, self.group_names()))
         return tuple(item for item in items if item is not None)
 

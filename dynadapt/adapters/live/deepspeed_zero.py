@@ -23,6 +23,7 @@ from dynadapt.adapters._aux import (
     apply_user,
     dropped_extras,
     groups_item,
+    optimizer_item,
     scheduler_item,
     user_items,
 )
@@ -120,7 +121,11 @@ class DeepSpeedZeroAdapter:
         aux: Mapping[str, AuxItem],
         agree: Agree = alone,
     ) -> tuple[Outcome, ...]:
-        """Set steps and hyperparameters, renew every copy of the weights. A collective."""
+        """Set steps and hyperparameters, renew every copy of the weights. No communication.
+
+        Parameters that stay whole between steps are left cut: the next forward gathers them, as any
+        other. Here a rank that fails or hangs would take the training group down with it.
+        """
         state = TrainState.of(x)
         engine = state.model
         view = _view(engine)
@@ -130,15 +135,15 @@ class DeepSpeedZeroAdapter:
         )
         view.set_scalars(scalars)
         view.renew()
-        outcomes += apply_scheduler(_scheduler(state), aux.get("scheduler"))
+        outcomes += apply_scheduler(
+            _scheduler(state), aux.get("scheduler"), aux.get("param_groups"), view.names()
+        )
         outcomes += aside.apply_counters(engine, state.counters, aux.get("counters"))
         outcomes += apply_data(state, aux.get("data"))
         outcomes += aside.apply_scaler(engine.optimizer, aux.get("scaler"))
         outcomes += apply_behaviour(aside.behaviour(engine), aux.get("behaviour"))
         outcomes += dropped_extras(state, keys)
         outcomes += apply_user(state.user, aux)
-        agree()
-        view.gather_persistent()
         return tuple(outcomes)
 
     def abandon(self, x: Any) -> None:
@@ -224,6 +229,7 @@ def _aux(state: TrainState, view: Zero3) -> tuple[AuxItem, ...]:
     engine = state.model
     counters = {**aside.counters_of(engine), **state.counters}
     items = (
+        optimizer_item(view.inner),
         groups_item(view.inner.param_groups, view.names()),
         scheduler_item(_scheduler(state)),
         aside.scaler_item(engine.optimizer),

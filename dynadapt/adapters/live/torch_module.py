@@ -106,7 +106,12 @@ class TorchModuleAdapter:
             outcomes += apply_groups(groups, view.group_names(), aux.get("param_groups"))
         elif source:
             outcomes.append(Outcome("optimizer", "dropped", "the target has no optimizer"))
-        outcomes += apply_scheduler(state.scheduler, aux.get("scheduler"))
+        outcomes += apply_scheduler(
+            state.scheduler,
+            aux.get("scheduler"),
+            aux.get("param_groups"),
+            view.group_names() if view.optimizer is not None else (),
+        )
         outcomes += _torch_aux.apply_scaler(state.scaler, aux.get("scaler"))
         outcomes += _torch_aux.apply_counters(state, aux.get("counters"), aux.get("data"))
         outcomes += apply_behaviour(view.behaviour(), aux.get("behaviour"))
