@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -67,3 +68,9 @@ def test_the_top_level_links_are_relative(name: str) -> None:
 def test_the_rooms_have_empty_init_files(name: str) -> None:
     """A re-export there would load torch with the planner, and import-linter would not see it."""
     assert (ROOT / "dynadapt" / name / "__init__.py").read_text() == ""
+
+
+def test_documents_have_no_placeholders() -> None:
+    """A mark left to be filled in is not a document."""
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        assert not re.findall(r"@[A-Z]+@|TODO|FIXME", path.read_text()), path
