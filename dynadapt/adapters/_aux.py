@@ -12,6 +12,7 @@ import torch
 from dynadapt.adapters._common import dtype_name, torch_dtype
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import AuxItem, Outcome, TrainState
+from dynadapt.vps.keys import canonical_name
 from dynadapt.vps.wire import encodable
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ __all__ = [
     "plain",
     "scheduler_item",
     "user_items",
+    "with_extra_states",
 ]
 
 #: Group entries that say how an optimizer runs, or hold parameters: never carried to another one.
@@ -271,6 +273,25 @@ def _like(own: Any, value: Any) -> Any:
     if isinstance(value, dict | list) and isinstance(own, dict | list) and type(own) is not dict:
         return type(own)(value)
     return value
+
+
+class _ExtraState:
+    """A module's own extra state, as the user objects have it."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.state_dict, self.load_state_dict = module.get_extra_state, module.set_extra_state
+
+
+def with_extra_states(model: torch.nn.Module, user: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's objects, and one for each module with `get_extra_state` that can travel."""
+    found: dict[str, Any] = {}
+    plain_one = torch.nn.Module.get_extra_state
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not plain_one:
+            own = _ExtraState(module)
+            if encodable(_lowered(own.state_dict())):
+                found[f"extra state of {canonical_name(f'{name}.').rstrip('.') or 'model'}"] = own
+    return {**found, **user}
 
 
 def user_items(

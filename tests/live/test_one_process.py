@@ -286,3 +286,27 @@ def test_weights_alone_into_another_optimizer() -> None:
     target.scheduler = None
     dynadapt.migrate(source, target, allow={"extra", "missing"})
     assert torch.equal(source.model[0].weight, target.model[0].weight)
+
+
+class Scaled(nn.Linear):
+    """A layer that keeps more than parameters and buffers."""
+
+    seen = 0
+
+    def get_extra_state(self) -> Any:
+        """What torch saves with the module."""
+        return {"seen": self.seen, "range": torch.tensor([1.5, float(self.seen)])}
+
+    def set_extra_state(self, state: Any) -> None:
+        """The inverse."""
+        self.seen = state["seen"]
+        assert state["range"][1] == self.seen
+
+
+def test_extra_state_of_modules_is_carried() -> None:
+    """By module name, tensors included."""
+    source, target = (nn.Sequential(Scaled(2, 2)) for _ in range(2))
+    source[0].seen = 7
+    report = dynadapt.migrate(source, target)
+    assert target[0].seen == 7
+    assert ("user/extra state of 0", "exact") in {(o.path, o.kind) for o in report.outcomes}

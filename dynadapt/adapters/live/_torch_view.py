@@ -7,7 +7,13 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from dynadapt.adapters._aux import groups_item, optimizer_item, scheduler_item, user_items
+from dynadapt.adapters._aux import (
+    groups_item,
+    optimizer_item,
+    scheduler_item,
+    user_items,
+    with_extra_states,
+)
 from dynadapt.adapters._common import (
     BufferTable,
     NamedTensor,
@@ -180,7 +186,9 @@ class View:
             scheduler_item(state.scheduler),
             _torch_aux.scaler_item(state.scaler),
             AuxItem("behaviour", self.behaviour()),
-            *user_items(state.user, state.samples, state.counters),
+            *user_items(
+                with_extra_states(self.state.model, state.user), state.samples, state.counters
+            ),
         ]
         if self.optimizer is not None:
             items.append(optimizer_item(self.holder))

@@ -26,6 +26,7 @@ from dynadapt.adapters._aux import (
     optimizer_item,
     scheduler_item,
     user_items,
+    with_extra_states,
 )
 from dynadapt.adapters._common import BufferTable, dtype_name, is_local, named_buffers
 from dynadapt.adapters.live import _deepspeed_engine as aside
@@ -143,7 +144,7 @@ class DeepSpeedZeroAdapter:
         outcomes += aside.apply_scaler(engine.optimizer, aux.get("scaler"))
         outcomes += apply_behaviour(aside.behaviour(engine), aux.get("behaviour"))
         outcomes += dropped_extras(state, keys)
-        outcomes += apply_user(state.user, aux)
+        outcomes += apply_user(with_extra_states(engine.module, state.user), aux)
         return tuple(outcomes)
 
     def abandon(self, x: Any) -> None:
@@ -234,6 +235,6 @@ def _aux(state: TrainState, view: Zero3) -> tuple[AuxItem, ...]:
         scheduler_item(_scheduler(state)),
         aside.scaler_item(engine.optimizer),
         AuxItem("behaviour", aside.behaviour(engine)),
-        *user_items(state.user, state.samples, counters),
+        *user_items(with_extra_states(engine.module, state.user), state.samples, counters),
     )
     return tuple(item for item in items if item is not None)

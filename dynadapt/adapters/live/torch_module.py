@@ -22,6 +22,7 @@ from dynadapt.adapters._aux import (
     apply_scheduler,
     apply_user,
     dropped_extras,
+    with_extra_states,
 )
 from dynadapt.adapters._common import unwrapped
 from dynadapt.adapters.live import _fsdp2, _torch_aux
@@ -116,7 +117,7 @@ class TorchModuleAdapter:
         outcomes += _torch_aux.apply_counters(state, aux.get("counters"), aux.get("data"))
         outcomes += apply_behaviour(view.behaviour(), aux.get("behaviour"))
         outcomes += dropped_extras(state, keys)
-        outcomes += apply_user(state.user, aux)
+        outcomes += apply_user(with_extra_states(state.model, state.user), aux)
         return tuple(outcomes)
 
     def abandon(self, x: Any) -> None:
