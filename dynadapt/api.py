@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from dynadapt.elastic import migration
+from dynadapt.elastic.outcome import printed
 from dynadapt.elastic.plan_report import PlanReport
 from dynadapt.elastic.settings import DEFAULT_BUDGET, Settings
 from dynadapt.elastic.state import fingerprint_of, side_of
@@ -79,12 +80,7 @@ class State:
         return table
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        console = Console(force_terminal=False)
-        with console.capture() as captured:
-            console.print(self)
-        return captured.get()
+        return printed(self)
 
 
 def _whole(shape: tuple[int, ...]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ if TYPE_CHECKING:
     from dynadapt.errors import Finding
     from dynadapt.protocols import Outcome
 
-__all__ = ["MigrationReport", "human"]
+__all__ = ["MigrationReport", "human", "printed"]
 
 
 def human(nbytes: int) -> str:
@@ -24,6 +25,17 @@ def human(nbytes: int) -> str:
             return f"{int(value)} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     raise AssertionError("unreachable")
+
+
+def printed(value: Any) -> str:
+    """A rich table as text, as wide as the terminal, or 120 columns where there is none."""
+    from rich.console import Console
+
+    width = shutil.get_terminal_size(fallback=(120, 40)).columns
+    console = Console(width=width, force_terminal=False)
+    with console.capture() as captured:
+        console.print(value)
+    return captured.get()
 
 
 @dataclass(frozen=True)
@@ -105,9 +117,4 @@ class MigrationReport:
         return Group(table)
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        console = Console(force_terminal=False)
-        with console.capture() as captured:
-            console.print(self)
-        return captured.get()
+        return printed(self)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dynadapt.elastic.outcome import human
+from dynadapt.elastic.outcome import human, printed
 from dynadapt.transport.cost import LINKS, price
 
 if TYPE_CHECKING:
@@ -127,12 +127,7 @@ class PlanReport:
         return Group(tensors, seats, links)
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        console = Console(force_terminal=False)
-        with console.capture() as captured:
-            console.print(self)
-        return captured.get()
+        return printed(self)
 
 
 def _why(pair: Pair, moved: int, resident: int) -> str:

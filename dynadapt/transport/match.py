@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dynadapt.errors import Finding
@@ -10,7 +11,7 @@ from dynadapt.transport.plan import Match, Options, Pair
 from dynadapt.vps.keys import Key, KeySpec, itemsize
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 __all__ = ["match"]
 
@@ -59,7 +60,27 @@ def match(source: Sequence[KeySpec], target: Sequence[KeySpec], options: Options
             notes.append((str(spec.key), "never made in the source; zeros in the target"))
         pairs.append(Pair(served, spec, fill))
     findings += _extra(source, target, used, options)
-    return Match(tuple(pairs), tuple(dict.fromkeys(findings)), tuple(notes))
+    return Match(tuple(pairs), tuple(_by_tensor(findings)), tuple(notes))
+
+
+def _by_tensor(findings: Iterable[Finding]) -> Iterator[Finding]:
+    """One finding a tensor and reason: what is wrong with a weight is wrong with all its states.
+
+    >>> [str(f) for f in _by_tensor([Finding("shape", "w/param", "a"), Finding("shape", "w/exp_avg", "a")])]
+    ['w/{param, exp_avg}: a [shape]']
+    """
+    slots: dict[tuple[str, str], list[str]] = {}
+    first: dict[tuple[str, str], Finding] = {}
+    for finding in sorted(findings, key=lambda f: not f.where.endswith("/param")):
+        name, _, slot = finding.where.rpartition("/")
+        known = slots.setdefault((finding.reason, name), [])
+        first.setdefault((finding.reason, name), finding)
+        if slot not in known:
+            known.append(slot)
+    for (reason, name), finding in first.items():
+        own = slots[reason, name]
+        where = f"{name}/{{{', '.join(own)}}}" if len(own) > 1 else finding.where
+        yield replace(finding, where=where)
 
 
 def _by_any_name(specs: Iterable[KeySpec]) -> dict[Key, KeySpec]:
