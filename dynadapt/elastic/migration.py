@@ -170,14 +170,14 @@ class _Migration:
         with self.phase("certify"):
             print_target = self.certify()
             totals = self.totals()
-            streams = self.gather_streams()
+            streams = rng.gather(self.control, self.source, self.target)
         with self.phase("commit", last=True):
             pass
         self.committed = True
         if self.woken is not None:
             self.woken.settle()
         if streams is not None:
-            self.set_streams(streams)
+            self.outcomes += rng.hand_out(streams, self.target, self.session.seat)
         if self.channel is not None:
             self.channel.close()
         return MigrationReport(
@@ -450,28 +450,6 @@ class _Migration:
             **{name: int(v) for name, v in zip(names, sums, strict=True)},
             **{name: int(v) for name, v in zip(tops, most, strict=True)},
         }
-
-    def gather_streams(self) -> dict[rng.Coordinate, Any] | None:
-        """The source's random streams by place, if any seat's place changes."""
-        here = {s: rng.coordinate_of(c) for s, c in self.source.coordinates.items()}
-        there = {s: rng.coordinate_of(c) for s, c in self.target.coordinates.items()}
-        live = [seat for seat in there if seat >= 0]
-        if not here or all(here.get(seat) == there[seat] for seat in live):
-            return None
-        mine = rng.capture() if self.own_source is not None else None
-        told = self.control.gather_values("streams", mine)
-        return {here[s]: told[s] for s in sorted(here) if told.get(s) is not None}
-
-    def set_streams(self, streams: dict[rng.Coordinate, Any]) -> None:
-        """After the commit: give this seat the stream of its new place."""
-        for seat, place in sorted(self.target.coordinates.items()):
-            stream, outcome = rng.stream_for(rng.coordinate_of(place), streams)
-            self.outcomes.append(outcome)
-            if seat == self.session.seat:
-                try:
-                    rng.put(stream)
-                except Exception as error:  # the state has moved: a stream is not worth losing it
-                    warnings.warn(f"random streams could not be set: {error!r}", stacklevel=2)
 
     def undo(self) -> None:
         """After a failure: break the channel, undo `prepare`, put a parked source back.

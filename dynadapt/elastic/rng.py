@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,9 +14,11 @@ from dynadapt.protocols import Outcome
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from dynadapt.elastic.side import Side
     from dynadapt.protocols import OutcomeKind
+    from dynadapt.transport.control import Control
 
-__all__ = ["Coordinate", "apply", "capture", "stream_for"]
+__all__ = ["Coordinate", "apply", "capture", "gather", "hand_out", "put", "stream_for"]
 
 Coordinate = tuple[int, int, int]
 
@@ -95,3 +98,35 @@ def stream_for(
     digest = hashlib.blake2b(first + repr(place).encode(), digest_size=8).digest()
     note = "a new data rank: seeded from the first rank's stream and this place"
     return int.from_bytes(digest, "little"), Outcome(name, "reseeded", note)
+
+
+def gather(
+    control: Control, source: Side, target: Side
+) -> dict[Coordinate, Mapping[str, Any]] | None:
+    """The source's streams by place, if the place of any seat changes. All seats call it."""
+    here = {seat: coordinate_of(place) for seat, place in source.coordinates.items()}
+    there = {seat: coordinate_of(place) for seat, place in target.coordinates.items()}
+    if not here or all(here.get(seat) == place for seat, place in there.items()):
+        return None
+    mine = capture() if control.seat in here else None
+    told = control.gather_values("streams", mine)
+    return {here[s]: told[s] for s in sorted(here) if told.get(s) is not None}
+
+
+def hand_out(
+    streams: Mapping[Coordinate, Mapping[str, Any]], target: Side, seat: int
+) -> list[Outcome]:
+    """Give this seat the streams of its new place; says what every place got. After the commit.
+
+    The state has moved by then, and a stream is not worth losing it: a failure is a warning.
+    """
+    outcomes = []
+    for other, place in sorted(target.coordinates.items()):
+        stream, outcome = stream_for(coordinate_of(place), streams)
+        outcomes.append(outcome)
+        if other == seat:
+            try:
+                put(stream)
+            except Exception as error:
+                warnings.warn(f"random streams could not be set: {error!r}", stacklevel=2)
+    return outcomes
