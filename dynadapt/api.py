@@ -17,6 +17,7 @@ from dynadapt.elastic.state import fingerprint_of, side_of
 from dynadapt.elastic.worlds import current_session
 from dynadapt.protocols import TrainState
 from dynadapt.transport.control import Timeouts
+from dynadapt.vps.box import Box
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -71,7 +72,7 @@ class State:
         for column in ("key", "shape", "dtype", "kind", "presence", "holders"):
             table.add_column(column)
         for spec in self.layout.keys:
-            boxes = self.layout.holders(spec.key, _whole(spec.shape)) if spec.numel else ()
+            boxes = self.layout.holders(spec.key, Box.whole(spec.shape)) if spec.numel else ()
             distinct = len({holder.box for holder in boxes})
             held = f"{distinct} boxes on {len({h.endpoint for h in boxes})} seats"
             kind = f"{spec.kind}, derived" if spec.derived else spec.kind
@@ -81,12 +82,6 @@ class State:
 
     def __str__(self) -> str:
         return printed(self)
-
-
-def _whole(shape: tuple[int, ...]) -> Any:
-    from dynadapt.vps.box import Box
-
-    return Box.whole(shape)
 
 
 def describe(x: Any, *, timeout: float | None = None, session: Session | None = None) -> State:

@@ -41,6 +41,8 @@ from dynadapt.transport.schedule import chunks, cut, grid, traffic
 from dynadapt.vps import cover
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from dynadapt.elastic.settings import Settings
     from dynadapt.elastic.worlds import Session
     from dynadapt.protocols import Adapter, Buffer, Channel, Described
@@ -98,7 +100,9 @@ def plan(
         every = {
             seat: plan_for(seat, run.source.layout, run.target.layout, run.matched, run.options)
             for seat in run.control.seats
+            if seat != session.seat
         }
+        every[session.seat] = run.seat_plan
         return run.matched, every
     finally:
         run.undo()
@@ -183,7 +187,7 @@ class _Migration:
         return MigrationReport(
             **totals,
             seconds=self.seconds,
-            fingerprint_source=self.print_source(),
+            fingerprint_source=self.print_of(self.expected()),
             fingerprint_target=print_target,
             outcomes=tuple(self.outcomes),
             warnings=tuple(dict.fromkeys(self.warnings)),
@@ -392,7 +396,6 @@ class _Migration:
                 self.outcomes += [Outcome(f.where, "derived", f.cause) for f in unlike]
             else:
                 findings += unlike
-
         pairs = self.matched.pairs
         wanted = [Wanted(p.target, p.target.dtype, p.target.key) for p in pairs]
         derived = checks.derived_sums(self.target)
@@ -411,17 +414,16 @@ class _Migration:
             for key in checks.stale(derived, sums.values[len(wanted) :])
         ]
         refuse(findings)
-        values = {p.target.key: v for p, v in zip(pairs, sums.values, strict=False)}
-        return fingerprint(self.target.layout.keys, values)
+        return self.print_of(sums.values[: len(pairs)])
 
     def expected(self) -> list[int]:
         """The sums the target must have, by pair: the source's, and zero where zeros were filled in."""
         moving = iter(self.source_sums)
         return [0 if pair.fill else next(moving) for pair in self.matched.pairs]
 
-    def print_source(self) -> str:
-        """The source's fingerprint, of its values as the target's dtypes."""
-        pairs = zip(self.matched.pairs, self.expected(), strict=True)
+    def print_of(self, sums: Sequence[int]) -> str:
+        """The fingerprint of a state with these sums by pair, under the target's names and dtypes."""
+        pairs = zip(self.matched.pairs, sums, strict=True)
         values = {pair.target.key: value for pair, value in pairs}
         return fingerprint(self.target.layout.keys, values)
 

@@ -76,7 +76,6 @@ class Control:
         self._on_outcome = on_outcome
         self._voted = 0
         self._mine: list[str] = []
-        self._phase = "start"
         self._stop = threading.Event()
         self._seen: dict[int, tuple[int, float]] = {}
         self._beat = threading.Thread(target=self._heartbeat, daemon=True)
@@ -96,7 +95,6 @@ class Control:
 
         `last` says that there is no vote after it: its decision is the outcome, as any failure is.
         """
-        self._phase = name
         error: Exception | None = None
         try:
             yield

@@ -8,7 +8,7 @@ The next chunk is posted before this one is waited for, from a second half of th
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -80,7 +80,7 @@ class Storage:
 
 @dataclass
 class Moved:
-    """What one seat did, in bytes and seconds. `peak_staging` is the most it held at once."""
+    """What one seat did, in bytes. `peak_staging` is the most it held at once."""
 
     received: int = 0
     sent: int = 0
@@ -89,8 +89,6 @@ class Moved:
     direct: int = 0
     chunks: int = 0
     peak_staging: int = 0
-    seconds_waiting: float = 0.0
-    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,12 +201,10 @@ class _Run:
 
     def settle(self, half: int, chunk: Chunk, into: list[_Packed], posted: Posted) -> None:
         """Wait for one chunk and unpack it."""
-        began = time.monotonic()
         try:
-            posted.wait(self._deadline - began)
+            posted.wait(self._deadline - time.monotonic())
         except ChannelError as error:
             raise _named(error, chunk) from error
-        self.moved.seconds_waiting += time.monotonic() - began
         for message in into:
             for piece in message.pieces:
                 self.moved.received += piece.move.nbytes

@@ -27,21 +27,18 @@ _SMALL = 1 << 16
 
 def bad_row(endpoint: int, row: Row, cause: str) -> Finding:
     """What is wrong with one row, and where."""
-    return Finding(
-        "bad-row",
-        f"endpoint {endpoint}: {row.key} {row.box}",
-        f"the row {cause}",
-        "this is a fault of the adapter that described it",
-    )
+    fix = "this is a fault of the adapter that described it"
+    return _at_row("bad-row", endpoint, row, cause, fix)
 
 
 def _shared(endpoint: int, row: Row, cause: str) -> Finding:
-    return Finding(
-        "shared-memory",
-        f"endpoint {endpoint}: {row.key} {row.box}",
-        f"the row {cause}",
-        "give the tensor memory of its own: clone the expanded or overlapping view",
-    )
+    fix = "give the tensor memory of its own: clone the expanded or overlapping view"
+    return _at_row("shared-memory", endpoint, row, cause, fix)
+
+
+def _at_row(reason: str, endpoint: int, row: Row, cause: str, fix: str) -> Finding:
+    where = f"endpoint {endpoint}: {row.key} {row.box}"
+    return Finding(reason, where, f"the row {cause}", fix)
 
 
 def check_form(endpoints: Iterable[int], rows_of: Mapping[int, Sequence[Row]]) -> None:
