@@ -17,12 +17,15 @@ from hypothesis import strategies as st
 
 from dynadapt.testing.layouts import KINDS, random_layout, random_specs
 from dynadapt.vps.box import MAX_DIMS, Box, Span
+from dynadapt.vps.placement import Flat, Pin, Placement, Replicate, Shard
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from dynadapt.vps.keys import KeySpec
     from dynadapt.vps.layout import RowLayout
 
-__all__ = ["boxes", "endpoints", "key_sets", "layouts", "seeds", "shapes", "spans"]
+__all__ = ["boxes", "endpoints", "key_sets", "layouts", "placements", "seeds", "shapes", "spans"]
 
 seeds = st.integers(0, 2**32 - 1)
 """A seed for everything that need not shrink."""
@@ -73,3 +76,40 @@ def layouts(draw: st.DrawFn, specs: tuple[KeySpec, ...], over: tuple[int, ...]) 
     """A layout of these keys over these endpoints: flat, gridded, replicated, overlapping, mixed."""
     kinds = draw(st.lists(st.sampled_from([*KINDS, "zero"]), min_size=1, max_size=4))
     return random_layout(draw(seeds), specs, over, kinds)
+
+
+@st.composite
+def placements(
+    draw: st.DrawFn, shape: tuple[int, ...], axes: Mapping[str, int]
+) -> tuple[Placement, ...]:
+    """Any placements of a tensor over a mesh: nested shards, blocks, copies, pins, one flat split."""
+    found: list[Placement] = []
+    left = list(draw(st.permutations(list(axes))))
+    cut: set[int] = set()
+    blocked: set[int] = set()
+    while left:
+        axis, ways = left[0], axes[left.pop(0)]
+        kind = draw(st.sampled_from(["replicate", "shard", "shard", "flat", "pin", "left out"]))
+        free = [dim for dim in range(len(shape)) if dim not in blocked]
+        if kind == "shard" and free:
+            dim = draw(st.sampled_from(free))
+            blocks = draw(st.sampled_from([n for n in (1, 1, 2, 3) if shape[dim] % n == 0]))
+            blocks = 1 if dim in cut else blocks
+            copies = draw(st.sampled_from([n for n in (1, 1, 2) if ways % n == 0]))
+            found.append(Shard(axis, dim, draw(st.integers(1, 3)), blocks, copies))
+            cut.add(dim)
+            blocked |= {dim} if blocks > 1 else set()
+        elif kind == "flat" and not blocked:
+            over = [axis, *left[: draw(st.integers(0, len(left)))]]
+            flat = Flat(over[0] if len(over) == 1 else tuple(over), draw(st.integers(1, 4)))
+            if draw(st.booleans()):  # one of several tensors in a flat buffer
+                offset, ways = draw(st.integers(0, 50)), prod(axes[each] for each in over)
+                part = -(-(prod(shape) + offset) // ways) + draw(st.integers(0, 5))
+                flat = Flat(flat.axes, 1, max(part, 1), offset)
+            found.append(flat)
+            break
+        elif kind == "pin":
+            found.append(Pin(axis, draw(st.integers(0, ways - 1))))
+        elif kind == "replicate":
+            found.append(Replicate(axis))
+    return tuple(found)

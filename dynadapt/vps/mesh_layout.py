@@ -1,73 +1,64 @@
 """The declared layout: axes times placements, rows computed on demand, holders by division.
 
-Endpoints fill the mesh row-major, the last axis fastest. A key's placements are applied in the order
-they are listed, each to what the ones before left; an axis that is not listed replicates. Closed kinds:
-
-- `Shard(axis, dim)`: parts of `ceil(size / ways)`, as `torch.chunk`: the last ones shorter or empty.
-- `Flat(axis, multiple)`: equal spans of the flattened rest, padded up to `ways * multiple`.
-- `Replicate(axis)`: the same on every place of the axis.
+Endpoints fill the mesh row-major, the last axis fastest. Tensors that are placed alike share a
+`Stack`, so the layout of a huge model on a huge mesh costs its families, not its tensors or ranks.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from dynadapt.errors import Finding, Refused
-from dynadapt.vps.box import Box, Span, linear_index, row_major_strides
+from dynadapt.vps.box import Box, row_major_strides
+from dynadapt.vps.geometry import Geometry, mesh_strides
 from dynadapt.vps.layout import Holder, Row, RowLayout
+from dynadapt.vps.placement import Flat, Pin, Placement, Replicate, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from numpy.typing import NDArray
+
     from dynadapt.vps.keys import Key, KeySpec
 
-__all__ = ["Flat", "MeshLayout", "Placement", "Replicate", "Shard"]
+__all__ = ["Flat", "MeshLayout", "Pin", "Placement", "Replicate", "Shard", "Stack", "stack_rows"]
 
 
-@dataclass(frozen=True, slots=True)
-class Replicate:
-    """Every place of an axis holds the same."""
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """Tensors of one shape that one `Geometry` places, each at its own pins and flat offset.
 
-    axis: str
+    `specs` has one sequence a slot, all of the same tensors in the same order, made on demand where
+    the layout is of a `ModelShape`. `pins` (tensors,) is the place that the pinned axes add up to;
+    `offsets` (tensors,) lies in the flat buffer, None without one.
+    """
 
+    specs: tuple[Sequence[KeySpec], ...]
+    geometry: Geometry
+    placements: tuple[Placement, ...]
+    pins: NDArray[np.int64]
+    offsets: NDArray[np.int64] | None = None
 
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """Parts of a dim, one a place of an axis."""
+    def __len__(self) -> int:
+        return len(self.pins)
 
-    axis: str
-    dim: int
-
-
-@dataclass(frozen=True, slots=True)
-class Flat:
-    """Equal spans of the flattened tensor, one a place of an axis, each a multiple of `multiple` long."""
-
-    axis: str
-    multiple: int = 1
-
-    def part(self, numel: int, ways: int) -> int:
-        """Elements of one span, padding included.
-
-        >>> Flat("dp", 4).part(10, 2)
-        8
-        """
-        return -(-numel // (ways * self.multiple)) * self.multiple
-
-
-Placement = Replicate | Shard | Flat
+    def text(self) -> str:
+        """All that decides where the elements lie, as text."""
+        offsets = "" if self.offsets is None else self.offsets.tobytes().hex()
+        return f"{self.geometry.shape}|{self.placements}|{self.pins.tobytes().hex()}|{offsets}"
 
 
 class MeshLayout:
     """A layout as a pure function of mesh, placements and shapes. Implements `Layout`.
 
-    Raises `Refused` with every key that is placed on an unknown axis or dim, or placed at all after a
-    `Flat`. Absent keys have no rows.
+    Raises `Refused` with every key that is placed on an unknown axis, dim or index, or placed at all
+    after a `Flat`. Absent keys have no rows.
 
     >>> from dynadapt.vps.keys import Key, KeySpec
     >>> spec = KeySpec(Key("w", "param"), (4, 3), "float32")
@@ -85,170 +76,268 @@ class MeshLayout:
         placements: Mapping[Key, Sequence[Placement]],
         endpoints: Sequence[int] | None = None,
     ) -> None:
-        self.axes = dict(axes)
-        self._keys = tuple(sorted(specs, key=lambda spec: spec.key))
-        self._by_name = {spec.key: spec for spec in self._keys}
-        self._order = tuple(range(prod(axes.values())) if endpoints is None else endpoints)
-        self._placements = {key: tuple(own) for key, own in placements.items()}
-        findings = [f for spec in self._keys for f in self._findings(spec)]
-        places = prod(self.axes.values())
-        if len(self._order) != places or len(set(self._order)) != places:
-            cause = f"{places} places and {len(set(self._order))} different endpoints"
-            findings.append(Finding("bad-mesh", "mesh", cause, "give each place an endpoint"))
+        sizes = dict(axes)
+        groups: dict[_Alike, list[tuple[KeySpec, int, int]]] = {}
+        findings: list[Finding] = []
+        strides = mesh_strides(sizes)
+        for spec in specs:
+            own = tuple(placements.get(spec.key, ()))
+            wrong = list(_findings(spec, own, sizes))
+            findings += wrong
+            if wrong or spec.presence != "present":
+                own = ()
+            pinned = sum(p.index * strides[p.axis] for p in own if isinstance(p, Pin))
+            offset = next((p.offset for p in own if isinstance(p, Flat)), 0)
+            alike = tuple(_general(placement) for placement in own)
+            at = (spec.shape, alike, spec.presence == "present")
+            groups.setdefault(at, []).append((spec, pinned, offset))
+        findings += _mesh_findings(sizes, endpoints)
         if findings:
             raise Refused(findings)
+        stacks = []
+        for (shape, alike, _), members in groups.items():
+            flat = any(isinstance(placement, Flat) for placement in alike)
+            stacks.append(
+                Stack(
+                    (tuple(spec for spec, _, _ in members),),
+                    Geometry(sizes, shape, alike),
+                    alike,
+                    np.array([pinned for _, pinned, _ in members]),
+                    np.array([offset for _, _, offset in members]) if flat else None,
+                )
+            )
+        self._set(sizes, stacks, endpoints)
 
-    def _findings(self, spec: KeySpec) -> Iterator[Finding]:
-        seen: list[str] = []
-        flat = False
-        for placement in self._placements.get(spec.key, ()):
-            if placement.axis not in self.axes or placement.axis in seen:
-                yield _bad(spec, f"axis {placement.axis!r} is unknown or used twice")
-            if isinstance(placement, Shard) and not 0 <= placement.dim < len(spec.shape):
-                yield _bad(spec, f"it has no dim {placement.dim}")
-            if flat and not isinstance(placement, Replicate):
-                yield _bad(spec, "a flattened tensor cannot be sharded further")
-            seen.append(placement.axis)
-            flat = flat or isinstance(placement, Flat)
+    @classmethod
+    def of_stacks(
+        cls,
+        axes: Mapping[str, int],
+        stacks: Iterable[Stack],
+        endpoints: Sequence[int] | None = None,
+    ) -> MeshLayout:
+        """A layout of ready stacks, as `dynadapt.vps.declare` makes them."""
+        findings = list(_mesh_findings(axes, endpoints))
+        if findings:
+            raise Refused(findings)
+        made = cls.__new__(cls)
+        made._set(dict(axes), list(stacks), endpoints)
+        return made
 
-    @property
+    def _set(
+        self, axes: dict[str, int], stacks: list[Stack], endpoints: Sequence[int] | None
+    ) -> None:
+        self.axes = axes
+        self.stacks = tuple(stacks)
+        places = prod(axes.values())
+        self.order: NDArray[np.int64] = (
+            np.arange(places) if endpoints is None else np.array(endpoints, np.int64)
+        )
+        self.ascending = endpoints is None or bool(np.all(np.diff(self.order) > 0))
+
+    @cached_property
     def keys(self) -> tuple[KeySpec, ...]:
-        """All keys, sorted."""
-        return self._keys
+        """All keys, sorted; a layout of a `ModelShape` makes them when first asked."""
+        every = (spec for stack in self.stacks for specs in stack.specs for spec in specs)
+        return tuple(sorted(every, key=lambda spec: spec.key))
 
-    @property
+    @cached_property
     def endpoints(self) -> tuple[int, ...]:
         """All endpoints, sorted."""
-        return tuple(sorted(self._order))
+        return tuple(sorted(self.order.tolist()))
+
+    @cached_property
+    def _where(self) -> dict[Key, tuple[Stack, int, KeySpec]]:
+        return {
+            spec.key: (stack, member, spec)
+            for stack in self.stacks
+            for specs in stack.specs
+            for member, spec in enumerate(specs)
+        }
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {endpoint: place for place, endpoint in enumerate(self.order.tolist())}
+
+    def place(self, endpoint: int) -> int | None:
+        """The row-major number of an endpoint's mesh coordinate; None where it has none."""
+        if self.ascending:
+            at = int(np.searchsorted(self.order, endpoint))
+            return at if at < len(self.order) and self.order[at] == endpoint else None
+        return self._places.get(endpoint)
 
     def placements(self, key: Key) -> tuple[Placement, ...]:
         """A key's placements over all axes: what is not declared replicates."""
-        own = self._placements.get(key, ())
-        named = {placement.axis for placement in own}
+        stack, member, _ = self._where[key]
+        strides = mesh_strides(self.axes)
+        own: list[Placement] = []
+        for placement in stack.placements:
+            if isinstance(placement, Pin):
+                size = self.axes[placement.axis]
+                index = int(stack.pins[member]) // strides[placement.axis] % size
+                own.append(Pin(placement.axis, index))
+            elif isinstance(placement, Flat) and stack.offsets is not None:
+                own.append(replace(placement, offset=int(stack.offsets[member])))
+            else:
+                own.append(placement)
+        named = {axis for placement in own for axis in _axes_of(placement)}
         return (*own, *(Replicate(axis) for axis in self.axes if axis not in named))
-
-    @cached_property
-    def _places(self) -> dict[int, dict[str, int]]:
-        every = itertools.product(*(range(size) for size in self.axes.values()))
-        return {
-            endpoint: dict(zip(self.axes, place, strict=True))
-            for endpoint, place in zip(self._order, every, strict=True)
-        }
 
     def rows(self, endpoint: int) -> tuple[Row, ...]:
         """The rows of one endpoint, sorted by key and box; one contiguous buffer a key."""
-        place = self._places.get(endpoint)
-        return () if place is None else tuple(self._rows(place))
-
-    def _rows(self, place: Mapping[str, int]) -> Iterator[Row]:
-        for spec in self._keys:
-            if spec.presence != "present":
-                continue
-            at = 0
-            for box in self._held(spec, place):
-                yield Row(spec.key, box, str(spec.key), at, row_major_strides(box.shape))
-                at += box.volume
-
-    def _held(self, spec: KeySpec, place: Mapping[str, int]) -> tuple[Box, ...]:
-        local = Box.whole(spec.shape)
-        for placement in self._placements.get(spec.key, ()):
-            ways, index = self.axes[placement.axis], place[placement.axis]
-            if isinstance(placement, Shard):
-                local = _chunk(local, placement.dim, ways, index)
-            elif isinstance(placement, Flat):
-                return _span_boxes(local, placement.part(local.volume, ways), index)
-        return (local,) if local.volume else ()
+        place = self.place(endpoint)
+        if place is None:
+            return ()
+        found: list[Row] = []
+        for stack in self.stacks:
+            mine, lo, hi, whose = stack_rows(stack, place)
+            for specs in stack.specs:
+                found += _rows(specs, mine[whose].tolist(), lo.tolist(), hi.tolist())
+        return tuple(sorted(found, key=lambda row: (row.key, row.box)))
 
     def holders(self, key: Key, box: Box) -> tuple[Holder, ...]:
         """Who holds elements of `box`, sorted by endpoint and box; costs the answer."""
-        spec = self._by_name.get(key)
-        if spec is None or spec.presence != "present" or not box.volume:
+        where = self._where.get(key)
+        if where is None or not box.volume:
             return ()
-        found = self._search(Box.whole(spec.shape), box, self.placements(key), {})
-        return tuple(sorted(Holder(self._endpoint(place), own) for place, own in found))
-
-    def _search(
-        self, local: Box, box: Box, left: Sequence[Placement], place: dict[str, int]
-    ) -> Iterator[tuple[dict[str, int], Box]]:
-        """All places below a partial one whose boxes meet `box`: only overlapping parts are visited."""
-        if not left:
-            yield place, local
-            return
-        placement, rest = left[0], left[1:]
-        ways = self.axes[placement.axis]
-        common = local.intersect(box)
-        if common is None:
-            return
-        if isinstance(placement, Flat):
-            yield from self._search_flat(placement, local, common, rest, place)
-            return
-        indices: Iterable[int] = range(ways)
-        if isinstance(placement, Shard):
-            dim, part = placement.dim, max(-(-local.shape[placement.dim] // ways), 1)
-            low, high = common.lo[dim] - local.lo[dim], common.hi[dim] - local.lo[dim]
-            indices = range(low // part, (high - 1) // part + 1)
-        for index in indices:
-            inner = (
-                _chunk(local, placement.dim, ways, index) if isinstance(placement, Shard) else local
+        stack, member, spec = where
+        if spec.presence != "present":
+            return ()
+        lo, hi = (np.array([edge], np.int64).reshape(1, -1) for edge in (box.lo, box.hi))
+        offset = None if stack.offsets is None else int(stack.offsets[member])
+        found = stack.geometry.meet(lo, hi, offset)
+        places = (found.place + stack.pins[member])[:, None] + stack.geometry.replicas
+        held = [
+            Holder(endpoint, Box(tuple(low), tuple(high)))
+            for low, high, own in zip(
+                found.lo.tolist(), found.hi.tolist(), self.order[places].tolist(), strict=True
             )
-            yield from self._search(inner, box, rest, {**place, placement.axis: index})
-
-    def _search_flat(
-        self,
-        placement: Flat,
-        local: Box,
-        common: Box,
-        rest: Sequence[Placement],
-        place: dict[str, int],
-    ) -> Iterator[tuple[dict[str, int], Box]]:
-        part = placement.part(local.volume, self.axes[placement.axis])
-        lo = [a - base for a, base in zip(common.lo, local.lo, strict=True)]
-        hi = [a - base - 1 for a, base in zip(common.hi, local.lo, strict=True)]
-        first = linear_index(lo, local.shape) // part
-        last = linear_index(hi, local.shape) // part
-        for index in range(first, last + 1):
-            for own in _span_boxes(local, part, index):
-                if own.intersect(common) is not None:
-                    below = {**place, placement.axis: index}
-                    yield from self._search(own, common, rest, below)
-
-    def _endpoint(self, place: Mapping[str, int]) -> int:
-        return self._order[linear_index([place[a] for a in self.axes], [*self.axes.values()])]
+            for endpoint in own
+        ]
+        return tuple(sorted(held))
 
     def digest(self) -> str:
         """A SHA-256 over mesh, endpoints, keys and placements."""
-        placed = [(spec, self.placements(spec.key)) for spec in self._keys]
-        text = repr((list(self.axes.items()), self._order, placed))
-        return hashlib.sha256(text.encode()).hexdigest()
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        state = hashlib.sha256(repr(list(self.axes.items())).encode())
+        state.update(np.ascontiguousarray(self.order, "<i8").tobytes())
+        for stack in self.stacks:
+            state.update(stack.text().encode())
+            for specs in stack.specs:
+                named = getattr(specs, "digest", None)
+                state.update((named() if named else repr(tuple(specs))).encode())
+        return state.hexdigest()
 
     def explicit(self) -> RowLayout:
         """The same rows as a `RowLayout`; costs all of them."""
-        return RowLayout(self._keys, {endpoint: self.rows(endpoint) for endpoint in self._order})
+        return RowLayout(self.keys, {e: self.rows(e) for e in self.order.tolist()})
+
+
+_Alike = tuple[tuple[int, ...], tuple[Placement, ...], bool]
+
+
+def stack_rows(
+    stack: Stack, place: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """What one place holds of a stack: its tensors, and boxes `lo`, `hi` with each box's tensor.
+
+    The last is an index into the first.
+    """
+    geometry = stack.geometry
+    mine = np.flatnonzero(stack.pins == geometry.pinned(place))
+    empty = np.zeros(0, np.int64)
+    absent = not len(stack.specs[0]) or stack.specs[0][0].presence != "present"
+    if not len(mine) or absent:
+        none = np.zeros((0, geometry.ndim), np.int64)
+        return empty, none, none, empty
+    offsets = np.zeros(len(mine), np.int64) if stack.offsets is None else stack.offsets[mine]
+    held = geometry.held(place, offsets)
+    return mine, held.lo, held.hi, held.query
+
+
+def _rows(
+    specs: Sequence[KeySpec],
+    members: Sequence[int],
+    lows: Sequence[Sequence[int]],
+    highs: Sequence[Sequence[int]],
+) -> Iterator[Row]:
+    ends: dict[int, int] = {}
+    for member, low, high in zip(members, lows, highs, strict=True):
+        box = Box(tuple(low), tuple(high))
+        key = specs[member].key
+        at = ends.get(member, 0)
+        yield Row(key, box, str(key), at, row_major_strides(box.shape))
+        ends[member] = at + box.volume
+
+
+def _axes_of(placement: Placement) -> tuple[str, ...]:
+    return placement.over if isinstance(placement, Flat) else (placement.axis,)
+
+
+def _general(placement: Placement) -> Placement:
+    """A placement without what tells tensors of one stack apart."""
+    if isinstance(placement, Pin):
+        return Pin(placement.axis, 0)
+    return replace(placement, offset=0) if isinstance(placement, Flat) else placement
+
+
+def _mesh_findings(axes: Mapping[str, int], endpoints: Sequence[int] | None) -> Iterator[Finding]:
+    places = prod(axes.values())
+    if endpoints is not None and not len(set(endpoints)) == len(endpoints) == places:
+        cause = f"{places} places and {len(set(endpoints))} different endpoints"
+        yield Finding("bad-mesh", "mesh", cause, "give each place an endpoint")
+
+
+def _findings(
+    spec: KeySpec, placements: Sequence[Placement], axes: Mapping[str, int]
+) -> Iterator[Finding]:
+    seen: set[str] = set()
+    flat = False
+    for placement in placements:
+        own = _axes_of(placement)
+        if len(set(own)) < len(own) or any(axis not in axes or axis in seen for axis in own):
+            yield _bad(spec, f"axis {_named(own)} is unknown or used twice")
+            continue
+        seen.update(own)
+        if flat and not isinstance(placement, Replicate):
+            yield _bad(spec, "a flattened tensor cannot be sharded further")
+        if isinstance(placement, Shard):
+            yield from _shard_findings(spec, placement, placements, axes)
+        elif isinstance(placement, Pin) and not 0 <= placement.index < axes[placement.axis]:
+            yield _bad(spec, f"axis {placement.axis!r} has no place {placement.index}")
+        elif isinstance(placement, Flat):
+            flat = True
+            if placement.part is not None and placement.offset < 0:
+                yield _bad(spec, f"it lies at {placement.offset} of its flat buffer")
+            elif placement.part is not None and placement.part < 1:
+                yield _bad(spec, f"its flat buffer has parts of {placement.part} elements")
+            elif placement.part is None and placement.offset:
+                yield _bad(spec, f"it lies at {placement.offset} of a flat buffer without parts")
+            if any(isinstance(p, Shard) and p.blocks > 1 for p in placements):
+                yield _bad(spec, "a tensor of several blocks cannot be flattened after its shards")
+
+
+def _shard_findings(
+    spec: KeySpec, shard: Shard, all_: Sequence[Placement], axes: Mapping[str, int]
+) -> Iterator[Finding]:
+    ways = axes[shard.axis]
+    if not 0 <= shard.dim < len(spec.shape):
+        yield _bad(spec, f"it has no dim {shard.dim}")
+        return
+    if min(shard.multiple, shard.blocks, shard.copies) < 1 or ways % shard.copies:
+        yield _bad(spec, f"{shard} does not fit {ways} places")
+    if spec.shape[shard.dim] % shard.blocks:
+        yield _bad(spec, f"dim {shard.dim} is not {shard.blocks} equal blocks")
+    same = [p for p in all_ if isinstance(p, Shard) and p.dim == shard.dim]
+    if shard.blocks > 1 and len(same) > 1:
+        yield _bad(spec, f"dim {shard.dim} has blocks and is cut twice")
+
+
+def _named(own: Sequence[str]) -> str:
+    return repr(own[0]) if len(own) == 1 else repr(tuple(own))
 
 
 def _bad(spec: KeySpec, cause: str) -> Finding:
     return Finding("bad-placement", str(spec.key), cause, "mend its placements")
-
-
-def _chunk(local: Box, dim: int, ways: int, index: int) -> Box:
-    """Part `index` of a dim cut as `torch.chunk` cuts it."""
-    low, high = local.lo[dim], local.hi[dim]
-    part = -(-(high - low) // ways)
-    start, stop = min(low + index * part, high), min(low + (index + 1) * part, high)
-    return Box(
-        (*local.lo[:dim], start, *local.lo[dim + 1 :]),
-        (*local.hi[:dim], stop, *local.hi[dim + 1 :]),
-    )
-
-
-def _span_boxes(local: Box, part: int, index: int) -> tuple[Box, ...]:
-    """Boxes of span `index` of a flattened box, in its tensor's coordinates."""
-    total = local.volume
-    span = Span(min(index * part, total), min((index + 1) * part, total))
-    return tuple(
-        Box(
-            tuple(a + base for a, base in zip(box.lo, local.lo, strict=True)),
-            tuple(a + base for a, base in zip(box.hi, local.lo, strict=True)),
-        )
-        for box in span.boxes(local.shape)
-    )

@@ -16,24 +16,9 @@ from dynadapt.vps import cover
 from dynadapt.vps.box import Box, linear_index
 from dynadapt.vps.keys import Key, KeySpec
 from dynadapt.vps.layout import Layout
-from dynadapt.vps.mesh_layout import Flat, MeshLayout, Placement, Replicate, Shard
+from dynadapt.vps.mesh_layout import Flat, MeshLayout, Pin, Placement, Shard
 
 AXES = ("pp", "dp", "tp")
-
-
-@st.composite
-def placed(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[Placement, ...]:
-    found: list[Placement] = []
-    for axis in draw(st.permutations(AXES)):
-        kind = draw(st.sampled_from(["replicate", "shard", "flat", "left out"]))
-        if kind == "shard" and shape:
-            found.append(Shard(axis, draw(st.integers(0, len(shape) - 1))))
-        elif kind == "flat":
-            found.append(Flat(axis, draw(st.integers(1, 4))))
-            break
-        elif kind == "replicate":
-            found.append(Replicate(axis))
-    return tuple(found)
 
 
 def held(
@@ -42,15 +27,32 @@ def held(
     """Linear indices that one place holds, by cutting an array of indices with torch."""
     local = torch.arange(prod(shape)).reshape(shape)
     for placement in own:
-        ways, index = axes[placement.axis], place[placement.axis]
         if isinstance(placement, Shard):
-            parts = local.chunk(ways, placement.dim)
-            local = parts[index] if index < len(parts) else local.flatten()[:0]
-            if not local.numel():
-                return set()
+            ways, index = axes[placement.axis], place[placement.axis] // placement.copies
+            size = local.shape[placement.dim] // placement.blocks
+            part = -(-size // (ways // placement.copies * placement.multiple)) * placement.multiple
+            pieces = [
+                block.narrow(
+                    placement.dim,
+                    min(index * part, size),
+                    min(part, size - min(index * part, size)),
+                )
+                for block in local.split(max(size, 1), placement.dim)
+            ]
+            local = torch.cat(pieces, placement.dim)
         elif isinstance(placement, Flat):
+            ways, index = 1, 0
+            for axis in placement.over:
+                ways, index = ways * axes[axis], index * axes[axis] + place[axis]
             part = -(-local.numel() // (ways * placement.multiple)) * placement.multiple
-            local = local.flatten()[index * part : (index + 1) * part]
+            if placement.part is not None:
+                part = placement.part
+            buffer = torch.full((max(ways * part, placement.offset + local.numel()),), -1)
+            buffer[placement.offset : placement.offset + local.numel()] = local.flatten()
+            local = buffer[index * part : (index + 1) * part]
+            local = local[local >= 0]
+        elif isinstance(placement, Pin) and placement.index != place[placement.axis]:
+            return set()
     return set(local.flatten().tolist())
 
 
@@ -59,7 +61,7 @@ def test_rows_and_holders_are_what_cutting_gives(
     data: st.DataObject, shape: tuple[int, ...], sizes: tuple[int, ...]
 ) -> None:
     axes = dict(zip(AXES, sizes, strict=True))
-    own = data.draw(placed(shape))
+    own = data.draw(more.placements(shape, axes))
     spec = KeySpec(Key("w", "param"), shape, "float32")
     seats = [3 * i + 1 for i in range(prod(sizes))][::-1]
     mesh = MeshLayout(axes, [spec], {spec.key: own}, seats)
