@@ -96,20 +96,25 @@ def placements(
             blocks = draw(st.sampled_from([n for n in (1, 1, 2, 3) if shape[dim] % n == 0]))
             blocks = 1 if dim in cut else blocks
             copies = draw(st.sampled_from([n for n in (1, 1, 2) if ways % n == 0]))
-            found.append(Shard(axis, dim, draw(st.integers(1, 3)), blocks, copies))
+            over: tuple[str, ...] | str = axis
+            if left and copies == 1 and draw(st.booleans()):
+                over = (axis, left.pop(0))
+            found.append(Shard(over, dim, draw(st.integers(1, 3)), blocks, copies))
             cut.add(dim)
             blocked |= {dim} if blocks > 1 else set()
         elif kind == "flat" and not blocked:
-            over = [axis, *left[: draw(st.integers(0, len(left)))]]
-            flat = Flat(over[0] if len(over) == 1 else tuple(over), draw(st.integers(1, 4)))
-            if draw(st.booleans()):  # one of several tensors in a flat buffer
-                offset, ways = draw(st.integers(0, 50)), prod(axes[each] for each in over)
+            all_ = (axis, *left[: draw(st.integers(0, len(left)))])
+            flat = Flat(all_, draw(st.integers(1, 4)))
+            many = any(isinstance(each, Pin) and each.also for each in found)
+            if not many and draw(st.booleans()):  # one of several tensors in a flat buffer
+                offset, ways = draw(st.integers(0, 50)), prod(axes[each] for each in all_)
                 part = -(-(prod(shape) + offset) // ways) + draw(st.integers(0, 5))
                 flat = Flat(flat.axes, 1, max(part, 1), offset)
             found.append(flat)
             break
         elif kind == "pin":
-            found.append(Pin(axis, draw(st.integers(0, ways - 1))))
+            where = sorted(draw(st.sets(st.integers(0, ways - 1), min_size=1, max_size=2)))
+            found.append(Pin(axis, where[0], tuple(where[1:])))
         elif kind == "replicate":
             found.append(Replicate(axis))
     return tuple(found)

@@ -3,23 +3,64 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from dynadapt.vps.box import linear_index
 from dynadapt.vps.keys import itemsize, wire_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from numpy.typing import NDArray
 
     from dynadapt.errors import Finding
     from dynadapt.vps.box import Box
     from dynadapt.vps.keys import Key, KeySpec
 
-__all__ = ["Match", "Move", "Options", "Pair", "SeatPlan"]
+__all__ = ["EvenHosts", "Match", "Move", "Options", "Pair", "SeatPlan"]
 
 Narrow = Literal["if-exact", "allow", "refuse"]
+
+
+class EvenHosts(Mapping[int, str]):
+    """Hosts of equally many seats in order: a mapping seat -> host that costs nothing to hold.
+
+    >>> hosts = EvenHosts(8, 128)
+    >>> hosts[9], len(hosts)
+    ('host-1', 128)
+    """
+
+    def __init__(self, per_host: int, seats: int) -> None:
+        self.per_host, self.seats = per_host, seats
+
+    def __getitem__(self, seat: int) -> str:
+        if not 0 <= seat < self.seats:
+            raise KeyError(seat)
+        return f"host-{seat // self.per_host}"
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.seats))
+
+    def __len__(self) -> int:
+        return self.seats
+
+    def __repr__(self) -> str:
+        return f"EvenHosts({self.per_host}, {self.seats})"
+
+    def numbers(self, seats: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The host number of each seat, -1 for a seat without one."""
+        known = (seats >= 0) & (seats < self.seats)
+        return np.where(known, seats // self.per_host, -1)
+
+    def around(self, seat: int) -> tuple[int, int]:
+        """The first seat of a seat's host, and the first after it; both 0 for a seat without one."""
+        if not 0 <= seat < self.seats:
+            return 0, 0
+        first = seat // self.per_host * self.per_host
+        return first, min(first + self.per_host, self.seats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +80,9 @@ class Options:
 
     def digest(self) -> str:
         """Equal for equal options."""
-        parts = (self.budget, self.narrow, sorted(self.allow), sorted(self.hosts.items()))
+        even = isinstance(self.hosts, EvenHosts)
+        hosts = repr(self.hosts) if even else sorted(self.hosts.items())
+        parts = (self.budget, self.narrow, sorted(self.allow), hosts)
         text = repr((*parts, self.workers, sorted(self.first_only)))
         return hashlib.sha256(text.encode()).hexdigest()
 

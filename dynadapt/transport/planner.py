@@ -14,9 +14,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from dynadapt.errors import Finding
+from dynadapt.transport.factored import factored_plan, lanes_of_match
 from dynadapt.transport.plan import Match, Move, Options, SeatPlan, canonical
 from dynadapt.vps.box import atoms
 from dynadapt.vps.keys import itemsize
+from dynadapt.vps.mesh_layout import MeshLayout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -34,9 +36,15 @@ def plan_for(
 ) -> SeatPlan:
     """What `seat` has part in when the state goes from `source` to `target`.
 
-    Reads only the seat's own rows and the holders of its own boxes. `minimum` counts the bytes that
-    must cross to this seat: its target elements that it does not hold in the source.
+    Reads only the seat's own rows and the holders of its own boxes; two declared layouts are planned in
+    columns. `minimum` counts the bytes that must cross to this seat: its target elements that it does
+    not hold in the source.
     """
+    if isinstance(source, MeshLayout) and isinstance(target, MeshLayout):
+        plain = not options.first_only and not any(pair.source.local for pair in matched.pairs)
+        files = source.order.min() < 0 or target.order.min() < 0
+        if plain and not files and source.ascending and target.ascending:
+            return _in_columns(seat, source, target, matched, options)
     chooser = _Chooser(source, target, matched, options)
     moves: list[Move] = []
     fills: list[tuple[int, Key, Box]] = []
@@ -62,6 +70,30 @@ def plan_for(
     shapes = {pair.target.key: pair.target.shape for pair in matched.pairs}
     ordered = sorted(moves, key=lambda move: canonical(move, shapes))
     return SeatPlan(seat, tuple(ordered), tuple(fills), minimum, tuple(findings))
+
+
+def _in_columns(
+    seat: int, source: MeshLayout, target: MeshLayout, matched: Match, options: Options
+) -> SeatPlan:
+    """The same plan by way of `factored_plan`."""
+    over = lanes_of_match(source, target, matched)
+    columns = factored_plan(seat, source, target, options, over)
+    moves = [
+        Move(spec.key, box, peer, seat, wire)
+        for block in columns.receives
+        for spec, wire, box, peer in block.moves()
+    ]
+    moves += [
+        Move(spec.key, box, seat, peer, wire)
+        for block in columns.sends
+        for spec, wire, box, peer in block.moves()
+    ]
+    filled = {pair.target.key for pair in matched.pairs if pair.fill}
+    rows = target.rows(seat) if filled else ()
+    fills = tuple((seat, row.key, row.box) for row in rows if row.key in filled)
+    shapes = {pair.target.key: pair.target.shape for pair in matched.pairs}
+    ordered = sorted(moves, key=lambda move: canonical(move, shapes))
+    return SeatPlan(seat, tuple(ordered), fills, columns.minimum, columns.findings)
 
 
 def _served_there(

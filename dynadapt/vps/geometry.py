@@ -25,6 +25,17 @@ if TYPE_CHECKING:
 __all__ = ["Geometry", "Pieces", "mesh_strides", "ragged", "span_boxes"]
 
 
+class Flats(NamedTuple):
+    """Where tensors lie in flat buffers that they share: `offsets` and `parts` (tensors,) int64."""
+
+    offsets: NDArray[np.int64]
+    parts: NDArray[np.int64]
+
+    def take(self, chosen: NDArray[np.int64]) -> Flats:
+        """Those of some tensors."""
+        return Flats(self.offsets[chosen], self.parts[chosen])
+
+
 class Pieces(NamedTuple):
     """Boxes that meet the queries: whose query, the box (unclipped), and the place without replicas.
 
@@ -143,20 +154,19 @@ class _Cuts:
     hi: NDArray[np.int64]
     place: NDArray[np.int64]
 
-    def split(self, shard: Shard, ways: int, stride: int) -> _Cuts:
-        """Every interval cut once more; with blocks, every block of it."""
-        parts = max(ways // shard.copies, 1)
+    def split(self, shard: Shard, steps: NDArray[np.int64]) -> _Cuts:
+        """Every interval cut once more, a part for each of `steps`; with blocks, every block of it."""
         size = (self.hi - self.lo) // shard.blocks
-        per = -(-size // (parts * shard.multiple)) * shard.multiple
-        number = np.arange(parts)
-        block = np.arange(shard.blocks)
-        start = self.lo[:, None, None] + size[:, None, None] * block[None, :, None]
+        per = -(-size // (len(steps) * shard.multiple)) * shard.multiple
+        number = np.arange(len(steps))
+        start = self.lo[:, None, None] + size[:, None, None] * np.arange(shard.blocks)[:, None]
         low = np.minimum(number * per[:, None, None], size[:, None, None])
         high = np.minimum((number + 1) * per[:, None, None], size[:, None, None])
-        place = self.place[:, None, None] + number * (stride * shard.copies) + 0 * start
-        keep = (low < high) & (start >= 0)
-        lo, hi = (start + low)[keep], (start + high)[keep]
-        return _Cuts(lo, hi, place[keep])
+        low, high, start, place = np.broadcast_arrays(
+            low, high, start, self.place[:, None, None] + steps
+        )
+        keep = low < high
+        return _Cuts((start + low)[keep], (start + high)[keep], place[keep])
 
 
 class Geometry:
@@ -177,37 +187,42 @@ class Geometry:
         cuts = [_Cuts(*(np.array([v]) for v in (0, size, 0))) for size in self.shape]
         self._by_dim: list[list[Shard]] = [[] for _ in self.shape]
         self.flat: Flat | None = None
-        self._pins: list[tuple[int, int]] = []
-        spread: dict[str, int] = {}  # replicating axis -> neighbouring places that share
-        fixed: list[
-            tuple[int, int, int]
-        ] = []  # stride, size, copies of axes that tell places apart
+        self._pins: list[tuple[int, int, NDArray[np.int64]]] = []
+        spread: list[NDArray[np.int64]] = []  # per replicating axis, what its places add
+        self._fixed: list[tuple[int, int, NDArray[np.int64]]] = []
+        named: set[str] = set()
         for placement in placements:
+            if isinstance(placement, Replicate):
+                continue
+            named.update(placement.over)
+            copies = placement.copies if isinstance(placement, Shard) else 1
+            for axis in placement.over:
+                stride, number = strides[axis], np.arange(axes[axis])
+                if copies > 1:
+                    spread.append(np.arange(copies) * stride)
+                if isinstance(placement, Pin):
+                    number[list(placement.also)] = placement.index
+                self._fixed.append((stride, axes[axis], number // copies * copies * stride))
+            steps = _sums(
+                [np.arange(0, axes[a], copies) * strides[a] for a in placement.over], ordered=False
+            )
             if isinstance(placement, Shard):
-                ways, stride = axes[placement.axis], strides[placement.axis]
-                cuts[placement.dim] = cuts[placement.dim].split(placement, ways, stride)
-                self._by_dim[placement.dim].append(placement)
-                fixed.append((stride, ways, placement.copies))
-                if placement.copies > 1:
-                    spread[placement.axis] = placement.copies
+                dim = placement.dim
+                cuts[dim] = cuts[dim].split(placement, steps)
+                self._by_dim[dim].append(placement)
             elif isinstance(placement, Flat):
-                self.flat = placement
-                fixed += ((strides[axis], axes[axis], 1) for axis in placement.over)
-            elif isinstance(placement, Pin):
-                fixed.append((strides[placement.axis], axes[placement.axis], 1))
-                self._pins.append((strides[placement.axis], axes[placement.axis]))
-        named = {a for p in placements if not isinstance(p, Replicate) for a in _axes_of(p)}
-        spread |= {axis: size for axis, size in axes.items() if axis not in named}
+                self.flat, self._flat_place = placement, steps
+            else:
+                self._pins.append(self._fixed[-1])
+                if placement.also:
+                    away = np.array([0, *(at - placement.index for at in placement.also)])
+                    spread.append(away * strides[placement.axis])
+        spread += (np.arange(size) * strides[a] for a, size in axes.items() if a not in named)
         self._cuts = [
             cut if size else _Cuts(*(np.zeros(0, np.int64),) * 3)
             for cut, size in zip(cuts, self.shape, strict=True)
         ]
-        self._fixed = tuple(fixed)
-        self.replicas = _sums([np.arange(n) * strides[axis] for axis, n in spread.items()])
-        if self.flat is not None:
-            over = self.flat.over
-            steps = [np.arange(axes[axis]) * strides[axis] for axis in over]
-            self._flat_place = _sums(steps, ordered=False)
+        self.replicas = _sums(spread)
         self._axes, self._strides = dict(axes), strides
 
     @property
@@ -218,44 +233,37 @@ class Geometry:
     def fixed(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """The part of each place that tells what it holds: places with the same one are replicas."""
         found = np.zeros_like(places)
-        for stride, size, copies in self._fixed:
-            found += (places // stride % size) // copies * (copies * stride)
+        for stride, size, table in self._fixed:
+            found += table[places // stride % size]
         return found
 
     def pinned(self, place: int) -> int:
         """What a place's coordinates on the pinned axes add up to."""
-        return sum(place // stride % size * stride for stride, size in self._pins)
+        return sum(int(table[place // stride % size]) for stride, size, table in self._pins)
 
     def meet(
         self,
         lo: NDArray[np.int64],
         hi: NDArray[np.int64],
-        offset: NDArray[np.int64] | int | None = None,
+        flats: Flats | None = None,
     ) -> Pieces:
         """All pieces that share elements with the query boxes `[lo, hi)`, each (n, ndim), none empty.
 
-        `offset` (a number, or one per query) is where the query's tensor lies in its flat buffer; by
-        default what the placement says. Pieces of one query come in no particular order.
+        `flats`, one per query, is where the query's tensor lies in its flat buffer; by default what the
+        placement says. Pieces of one query come in no particular order.
         """
         query, cell_lo, cell_hi, place = self._cells(lo, hi)
         if self.flat is None:
             return Pieces(query, cell_lo, cell_hi, place)
-        if offset is None:
-            offset = self.flat.offset
-        at = offset[query] if isinstance(offset, np.ndarray) else np.full(len(query), offset)
         shape = cell_hi - cell_lo
         low = np.maximum(lo[query], cell_lo) - cell_lo
         high = np.minimum(hi[query], cell_hi) - cell_lo - 1
-        first, last, volume = np.zeros_like(at), np.zeros_like(at), np.ones_like(at)
+        first, last, volume = (np.full_like(query, n) for n in (0, 0, 1))
         for dim in range(self.ndim):
             first, last = first * shape[:, dim] + low[:, dim], last * shape[:, dim] + high[:, dim]
             volume *= shape[:, dim]
+        at, part = self._flat_at(self.flat, volume, None if flats is None else flats.take(query))
         ways = len(self._flat_place)
-        if self.flat.part is not None:
-            part = np.full(len(at), self.flat.part)
-        else:
-            step = ways * self.flat.multiple
-            part = np.maximum(-(-volume // step) * self.flat.multiple, 1)
         begin = (at + first) // part
         end = np.minimum((at + last) // part, ways - 1)
         cell, number = ragged(np.maximum(end - begin + 1, 0))
@@ -299,15 +307,29 @@ class Geometry:
             cell_hi[:, dim] = self._cuts[dim].hi[number]
         return query, cell_lo, cell_hi, place
 
-    def held(self, place: int, offset: NDArray[np.int64] | int | None = None) -> Pieces:
-        """The boxes of one place, of as many tensors as there are offsets (one without an array)."""
-        count = len(offset) if isinstance(offset, np.ndarray) else 1
+    def _flat_at(
+        self, flat: Flat, volume: NDArray[np.int64], flats: Flats | None
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Offset and part of each of some cells with so many elements."""
+        if flats is not None:
+            return flats
+        step = len(self._flat_place) * flat.multiple
+        part = np.maximum(-(-volume // step) * flat.multiple, 1)
+        if flat.part is not None:
+            part = np.full_like(volume, flat.part)
+        return np.full_like(volume, flat.offset), part
+
+    def held(self, place: int, flats: Flats | None = None, count: int = 1) -> Pieces:
+        """The boxes of one place, of `count` tensors, or of as many as there are `flats`."""
+        if flats is not None:
+            count = len(flats.offsets)
         own = []
         for cuts, shards in zip(self._cuts, self._by_dim, strict=True):
             mine = 0
             for shard in shards:
-                stride, step = self._strides[shard.axis], shard.copies
-                mine += place // stride % self._axes[shard.axis] // step * (step * stride)
+                for axis in shard.over:
+                    stride, step = self._strides[axis], shard.copies
+                    mine += place // stride % self._axes[axis] // step * (step * stride)
             own.append(np.flatnonzero(cuts.place == mine))
         grid = np.zeros((1, 0), np.int64)
         if self.ndim:
@@ -323,29 +345,17 @@ class Geometry:
         places = np.full(len(query), place)
         if self.flat is None:
             return Pieces(query, lo, hi, places)
-        if offset is None:
-            offset = self.flat.offset
-        at = offset[query] if isinstance(offset, np.ndarray) else np.full(len(query), offset)
         index = 0
         for axis in self.flat.over:
             index = index * self._axes[axis] + place // self._strides[axis] % self._axes[axis]
         shape = hi - lo
         volume = np.prod(shape, axis=1)
-        ways = len(self._flat_place)
-        if self.flat.part is not None:
-            part = np.full(len(at), self.flat.part)
-        else:
-            step = ways * self.flat.multiple
-            part = np.maximum(-(-volume // step) * self.flat.multiple, 1)
+        at, part = self._flat_at(self.flat, volume, None if flats is None else flats.take(query))
         start = np.clip(index * part - at, 0, volume)
         stop = np.clip((index + 1) * part - at, 0, volume)
         which, box_lo, box_hi = span_boxes(start, stop, shape)
         base = lo[which]
         return Pieces(query[which], box_lo + base, box_hi + base, places[which])
-
-
-def _axes_of(placement: Placement) -> tuple[str, ...]:
-    return placement.over if isinstance(placement, Flat) else (placement.axis,)
 
 
 def _sums(steps: list[NDArray[np.int64]], ordered: bool = True) -> NDArray[np.int64]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from dynadapt.errors import Finding, Refused
 from dynadapt.vps.box import Box, row_major_strides
-from dynadapt.vps.geometry import Geometry, mesh_strides
+from dynadapt.vps.geometry import Flats, Geometry, mesh_strides
 from dynadapt.vps.layout import Holder, Row, RowLayout
 from dynadapt.vps.placement import Flat, Pin, Placement, Replicate, Shard
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from dynadapt.vps.keys import Key, KeySpec
 
-__all__ = ["Flat", "MeshLayout", "Pin", "Placement", "Replicate", "Shard", "Stack", "stack_rows"]
+__all__ = ["Flat", "MeshLayout", "Pin", "Placement", "Replicate", "Shard", "Stack"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,22 +36,23 @@ class Stack:
 
     `specs` has one sequence a slot, all of the same tensors in the same order, made on demand where
     the layout is of a `ModelShape`. `pins` (tensors,) is the place that the pinned axes add up to;
-    `offsets` (tensors,) lies in the flat buffer, None without one.
+    `flats` is where each lies in a flat buffer that it shares with others, None without one.
     """
 
     specs: tuple[Sequence[KeySpec], ...]
     geometry: Geometry
     placements: tuple[Placement, ...]
     pins: NDArray[np.int64]
-    offsets: NDArray[np.int64] | None = None
+    flats: Flats | None = None
 
     def __len__(self) -> int:
         return len(self.pins)
 
     def text(self) -> str:
         """All that decides where the elements lie, as text."""
-        offsets = "" if self.offsets is None else self.offsets.tobytes().hex()
-        return f"{self.geometry.shape}|{self.placements}|{self.pins.tobytes().hex()}|{offsets}"
+        columns = (self.pins, *(self.flats or ()))
+        raw = b"".join(np.ascontiguousarray(column, "<i8").tobytes() for column in columns)
+        return f"{self.geometry.shape}|{self.placements}|{hashlib.sha256(raw).hexdigest()}"
 
 
 class MeshLayout:
@@ -77,7 +78,7 @@ class MeshLayout:
         endpoints: Sequence[int] | None = None,
     ) -> None:
         sizes = dict(axes)
-        groups: dict[_Alike, list[tuple[KeySpec, int, int]]] = {}
+        groups: dict[_Alike, list[tuple[KeySpec, int, Flat | None]]] = {}
         findings: list[Finding] = []
         strides = mesh_strides(sizes)
         for spec in specs:
@@ -87,23 +88,23 @@ class MeshLayout:
             if wrong or spec.presence != "present":
                 own = ()
             pinned = sum(p.index * strides[p.axis] for p in own if isinstance(p, Pin))
-            offset = next((p.offset for p in own if isinstance(p, Flat)), 0)
+            flat = next((p for p in own if isinstance(p, Flat) and p.part is not None), None)
             alike = tuple(_general(placement) for placement in own)
             at = (spec.shape, alike, spec.presence == "present")
-            groups.setdefault(at, []).append((spec, pinned, offset))
+            groups.setdefault(at, []).append((spec, pinned, flat))
         findings += _mesh_findings(sizes, endpoints)
         if findings:
             raise Refused(findings)
         stacks = []
         for (shape, alike, _), members in groups.items():
-            flat = any(isinstance(placement, Flat) for placement in alike)
+            own_flats = [(flat.offset, flat.part) for _, _, flat in members if flat is not None]
             stacks.append(
                 Stack(
                     (tuple(spec for spec, _, _ in members),),
                     Geometry(sizes, shape, alike),
                     alike,
                     np.array([pinned for _, pinned, _ in members]),
-                    np.array([offset for _, _, offset in members]) if flat else None,
+                    Flats(*np.array(own_flats, np.int64).T) if own_flats else None,
                 )
             )
         self._set(sizes, stacks, endpoints)
@@ -146,7 +147,8 @@ class MeshLayout:
         return tuple(sorted(self.order.tolist()))
 
     @cached_property
-    def _where(self) -> dict[Key, tuple[Stack, int, KeySpec]]:
+    def where(self) -> dict[Key, tuple[Stack, int, KeySpec]]:
+        """Key -> its stack, its number in it, its spec."""
         return {
             spec.key: (stack, member, spec)
             for stack in self.stacks
@@ -167,20 +169,26 @@ class MeshLayout:
 
     def placements(self, key: Key) -> tuple[Placement, ...]:
         """A key's placements over all axes: what is not declared replicates."""
-        stack, member, _ = self._where[key]
+        stack, member, _ = self.where[key]
         strides = mesh_strides(self.axes)
         own: list[Placement] = []
         for placement in stack.placements:
             if isinstance(placement, Pin):
                 size = self.axes[placement.axis]
                 index = int(stack.pins[member]) // strides[placement.axis] % size
-                own.append(Pin(placement.axis, index))
-            elif isinstance(placement, Flat) and stack.offsets is not None:
-                own.append(replace(placement, offset=int(stack.offsets[member])))
+                own.append(placement if placement.also else Pin(placement.axis, index))
+            elif isinstance(placement, Flat) and stack.flats is not None:
+                offset, part = (int(column[member]) for column in stack.flats)
+                own.append(replace(placement, offset=offset, part=part))
             else:
                 own.append(placement)
-        named = {axis for placement in own for axis in _axes_of(placement)}
+        named = {axis for placement in own for axis in placement.over}
         return (*own, *(Replicate(axis) for axis in self.axes if axis not in named))
+
+    def places(self, endpoints: NDArray[np.int64]) -> NDArray[np.int64]:
+        """`place` of many endpoints, -1 where one has none; for a mesh in ascending order."""
+        at = np.minimum(np.searchsorted(self.order, endpoints), len(self.order) - 1)
+        return np.where(self.order[at] == endpoints, at, -1)
 
     def rows(self, endpoint: int) -> tuple[Row, ...]:
         """The rows of one endpoint, sorted by key and box; one contiguous buffer a key."""
@@ -189,22 +197,22 @@ class MeshLayout:
             return ()
         found: list[Row] = []
         for stack in self.stacks:
-            mine, lo, hi, whose = stack_rows(stack, place)
+            mine, lo, hi, whose = _stack_rows(stack, place)
             for specs in stack.specs:
                 found += _rows(specs, mine[whose].tolist(), lo.tolist(), hi.tolist())
         return tuple(sorted(found, key=lambda row: (row.key, row.box)))
 
     def holders(self, key: Key, box: Box) -> tuple[Holder, ...]:
         """Who holds elements of `box`, sorted by endpoint and box; costs the answer."""
-        where = self._where.get(key)
+        where = self.where.get(key)
         if where is None or not box.volume:
             return ()
         stack, member, spec = where
         if spec.presence != "present":
             return ()
         lo, hi = (np.array([edge], np.int64).reshape(1, -1) for edge in (box.lo, box.hi))
-        offset = None if stack.offsets is None else int(stack.offsets[member])
-        found = stack.geometry.meet(lo, hi, offset)
+        flats = None if stack.flats is None else stack.flats.take(np.array([member]))
+        found = stack.geometry.meet(lo, hi, flats)
         places = (found.place + stack.pins[member])[:, None] + stack.geometry.replicas
         held = [
             Holder(endpoint, Box(tuple(low), tuple(high)))
@@ -238,7 +246,7 @@ class MeshLayout:
 _Alike = tuple[tuple[int, ...], tuple[Placement, ...], bool]
 
 
-def stack_rows(
+def _stack_rows(
     stack: Stack, place: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """What one place holds of a stack: its tensors, and boxes `lo`, `hi` with each box's tensor.
@@ -252,8 +260,8 @@ def stack_rows(
     if not len(mine) or absent:
         none = np.zeros((0, geometry.ndim), np.int64)
         return empty, none, none, empty
-    offsets = np.zeros(len(mine), np.int64) if stack.offsets is None else stack.offsets[mine]
-    held = geometry.held(place, offsets)
+    flats = None if stack.flats is None else stack.flats.take(mine)
+    held = geometry.held(place, flats, len(mine))
     return mine, held.lo, held.hi, held.query
 
 
@@ -272,15 +280,13 @@ def _rows(
         ends[member] = at + box.volume
 
 
-def _axes_of(placement: Placement) -> tuple[str, ...]:
-    return placement.over if isinstance(placement, Flat) else (placement.axis,)
-
-
 def _general(placement: Placement) -> Placement:
     """A placement without what tells tensors of one stack apart."""
     if isinstance(placement, Pin):
-        return Pin(placement.axis, 0)
-    return replace(placement, offset=0) if isinstance(placement, Flat) else placement
+        return placement if placement.also else Pin(placement.axis, 0)
+    if isinstance(placement, Flat) and placement.part is not None:
+        return replace(placement, offset=0, part=1)
+    return placement
 
 
 def _mesh_findings(axes: Mapping[str, int], endpoints: Sequence[int] | None) -> Iterator[Finding]:
@@ -296,7 +302,7 @@ def _findings(
     seen: set[str] = set()
     flat = False
     for placement in placements:
-        own = _axes_of(placement)
+        own = placement.over
         if len(set(own)) < len(own) or any(axis not in axes or axis in seen for axis in own):
             yield _bad(spec, f"axis {_named(own)} is unknown or used twice")
             continue
@@ -305,8 +311,15 @@ def _findings(
             yield _bad(spec, "a flattened tensor cannot be sharded further")
         if isinstance(placement, Shard):
             yield from _shard_findings(spec, placement, placements, axes)
-        elif isinstance(placement, Pin) and not 0 <= placement.index < axes[placement.axis]:
-            yield _bad(spec, f"axis {placement.axis!r} has no place {placement.index}")
+        elif isinstance(placement, Pin):
+            every = (placement.index, *placement.also)
+            size = axes[placement.axis]
+            if sorted(set(every)) != list(every) or any(not 0 <= at < size for at in every):
+                yield _bad(
+                    spec, f"{list(every)} are not ascending places of axis {placement.axis!r}"
+                )
+            elif placement.also and any(isinstance(p, Flat) and p.part for p in placements):
+                yield _bad(spec, "it is on several places whose flat buffers differ")
         elif isinstance(placement, Flat):
             flat = True
             if placement.part is not None and placement.offset < 0:
@@ -322,11 +335,15 @@ def _findings(
 def _shard_findings(
     spec: KeySpec, shard: Shard, all_: Sequence[Placement], axes: Mapping[str, int]
 ) -> Iterator[Finding]:
-    ways = axes[shard.axis]
+    ways = prod(axes[axis] for axis in shard.over)
     if not 0 <= shard.dim < len(spec.shape):
         yield _bad(spec, f"it has no dim {shard.dim}")
         return
-    if min(shard.multiple, shard.blocks, shard.copies) < 1 or ways % shard.copies:
+    if (
+        min(shard.multiple, shard.blocks, shard.copies) < 1
+        or ways % shard.copies
+        or (shard.copies > 1 and len(shard.over) > 1)
+    ):
         yield _bad(spec, f"{shard} does not fit {ways} places")
     if spec.shape[shard.dim] % shard.blocks:
         yield _bad(spec, f"dim {shard.dim} is not {shard.blocks} equal blocks")

@@ -17,11 +17,17 @@ class Replicate:
 
     axis: str
 
+    @property
+    def over(self) -> tuple[str, ...]:
+        """The axis."""
+        return (self.axis,)
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:
     """Parts of a dim, one a place of an axis, cut as `torch.chunk` cuts: the last ones shorter or empty.
 
+    Over several axes the first is the slowest, as if they were one.
     `multiple`: every part but the last is a multiple of this long (a head; a padded vocabulary).
     `blocks`: the dim is so many equal blocks side by side, each cut on its own (a fused gate and up).
     `copies`: so many neighbouring places share one part (fewer key-value heads than places).
@@ -30,11 +36,16 @@ class Shard:
     256
     """
 
-    axis: str
+    axes: str | tuple[str, ...]
     dim: int
     multiple: int = 1
     blocks: int = 1
     copies: int = 1
+
+    @property
+    def over(self) -> tuple[str, ...]:
+        """The axes, the first the slowest."""
+        return _over(self.axes)
 
     def part(self, size: int, ways: int) -> int:
         """Length of a whole part of a dim (of one block of it) cut for `ways` places."""
@@ -62,7 +73,7 @@ class Flat:
     @property
     def over(self) -> tuple[str, ...]:
         """The axes, the first the slowest."""
-        return (self.axes,) if isinstance(self.axes, str) else self.axes
+        return _over(self.axes)
 
     def length(self, numel: int, ways: int) -> int:
         """Elements of one place's span, padding included."""
@@ -73,10 +84,24 @@ class Flat:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """Only one place of an axis holds the tensor: a pipeline stage, the owner of an expert."""
+    """One place of an axis holds the tensor: a pipeline stage, the owner of an expert.
+
+    `also` are further places that hold it, ascending and after `index` (a tied embedding is on the
+    first stage and on the last).
+    """
 
     axis: str
     index: int
+    also: tuple[int, ...] = ()
+
+    @property
+    def over(self) -> tuple[str, ...]:
+        """The axis."""
+        return (self.axis,)
 
 
 Placement = Replicate | Shard | Flat | Pin
+
+
+def _over(axes: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else axes

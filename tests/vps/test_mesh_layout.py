@@ -28,7 +28,10 @@ def held(
     local = torch.arange(prod(shape)).reshape(shape)
     for placement in own:
         if isinstance(placement, Shard):
-            ways, index = axes[placement.axis], place[placement.axis] // placement.copies
+            ways, index = 1, 0
+            for axis in placement.over:
+                ways, index = ways * axes[axis], index * axes[axis] + place[axis]
+            index //= placement.copies
             size = local.shape[placement.dim] // placement.blocks
             part = -(-size // (ways // placement.copies * placement.multiple)) * placement.multiple
             pieces = [
@@ -51,7 +54,10 @@ def held(
             buffer[placement.offset : placement.offset + local.numel()] = local.flatten()
             local = buffer[index * part : (index + 1) * part]
             local = local[local >= 0]
-        elif isinstance(placement, Pin) and placement.index != place[placement.axis]:
+        elif isinstance(placement, Pin) and place[placement.axis] not in {
+            placement.index,
+            *placement.also,
+        }:
             return set()
     return set(local.flatten().tolist())
 

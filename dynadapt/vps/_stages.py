@@ -1,0 +1,82 @@
+"""Which pipeline stage and which expert-parallel place each tensor of a model belongs to."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dynadapt.errors import Finding
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from dynadapt.vps.model_shape import Family, ModelShape
+    from dynadapt.vps.spec import LayoutSpec
+
+__all__ = ["owners_of", "stages_of"]
+
+_EXPERT = re.compile(r"(?:^|\.)(?:local_)?experts\.\{\}")
+
+
+def owners_of(family: Family, ways: int) -> NDArray[np.int64]:
+    """The expert-parallel place of each member of a family of listed experts, else -1 each.
+
+    Experts go to places in equal runs; with more places than fit evenly the last ones have fewer.
+    """
+    found = _EXPERT.search(family.pattern)
+    if found is None or ways == 1:
+        return np.full(len(family), -1)
+    experts = family.index[:, family.pattern[: found.end()].count("{}") - 1]
+    count = int(experts.max()) + 1
+    return np.asarray(experts // -(-count // ways))
+
+
+def stages_of(
+    model: ModelShape, spec: LayoutSpec
+) -> tuple[list[tuple[NDArray[np.int64], tuple[int, ...]]], list[Finding]]:
+    """Per family the stage of each member, and further stages that hold it (a tie across stages).
+
+    Layers are what the first number of a name counts. They go to stages in even runs, the first ones
+    longer, or as `stages=24-24-23-23` says. What has no number goes with the first stage if it comes
+    before the first layer in the model's order, else with the last.
+    """
+    count = spec.size("pp")
+    if count == 1:
+        return [(np.zeros(len(family), np.int64), ()) for family in model.families], []
+    layered = [family for family in model.families if family.index.shape[1]]
+    layers = max((int(family.index[:, 0].max()) for family in layered), default=-1) + 1
+    runs, findings = _runs(layers, count, spec)
+    of_layer = np.repeat(np.arange(count), runs)
+    first = min((int(family.orders.min()) for family in layered), default=0)
+    found: list[tuple[NDArray[np.int64], tuple[int, ...]]] = []
+    for family in model.families:
+        if family.index.shape[1]:
+            found.append((of_layer[family.index[:, 0]], ()))
+            continue
+        own = np.where(family.orders < first, 0, count - 1)
+        others = {_stage_of_alias(name, of_layer, count) for name in family.aliases}
+        every = sorted({int(own[0]), *others})
+        found.append((np.full(len(family), every[0]), tuple(every[1:])))
+    return found, findings
+
+
+def _stage_of_alias(name: str, of_layer: NDArray[np.int64], count: int) -> int:
+    """A further name of a tied tensor: its layer's stage, or the last for a head without a number."""
+    number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
+    return int(of_layer[int(number.group(1))]) if number else count - 1
+
+
+def _runs(layers: int, count: int, spec: LayoutSpec) -> tuple[list[int], list[Finding]]:
+    even = [layers // count + (stage < layers % count) for stage in range(count)]
+    text = spec.options.get("stages")
+    if text is None:
+        return even, []
+    parts = text.split("-")
+    if all(part.isdecimal() for part in parts):
+        runs = [int(part) for part in parts]
+        if len(runs) == count and sum(runs) == layers:
+            return runs, []
+    cause = f"stages={text} does not give {count} stages {layers} layers in all"
+    return even, [Finding("bad-spec", str(spec), cause, f"e.g. stages={'-'.join(map(str, even))}")]
