@@ -53,7 +53,21 @@ def test_commands_and_options() -> None:
         name: sorted(option for param in command.params for option in param.opts)
         for name, command in group.commands.items()
     }
-    assert found == {"demo": ["--json"], "env": ["--json"]}
+    assert found == {
+        "demo": ["--json"],
+        "env": ["--json"],
+        "plan": [
+            "--budget",
+            "--experts",
+            "--from",
+            "--json",
+            "--links",
+            "--model",
+            "--optimizer",
+            "--to",
+            "--tp-plan",
+        ],
+    }
 
 
 def test_env() -> None:
@@ -71,6 +85,47 @@ def test_a_bad_path_is_one_message(tmp_path: Path) -> None:
     assert ran.returncode == 2
     assert "is not a folder" in ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+def test_plan_of_a_model_that_is_not_loaded(tmp_path: Path) -> None:
+    """A listing of tensors and two layouts are enough; the figures are those of the layouts."""
+    listing = tmp_path / "model.json"
+    tensors = [{"name": f"layers.{i}.up_proj.weight", "shape": [64, 16]} for i in range(4)]
+    listing.write_text(json.dumps(tensors))
+    rules = tmp_path / "rules.json"
+    rules.write_text('{"up_proj": "colwise"}')
+    words = ["plan", "--model", str(listing), "--from", "zero3:dp=4", "--to", "ddp:dp=2,tp=2"]
+    told = json.loads(_run(*words, "--tp-plan", str(rules), "--json").stdout)
+    assert (told["world"], told["parameters"], told["tensors"]) == (4, 4096, 4)
+    assert told["state_bytes"] == 12 * 4096
+    # each rank needs half of all and holds a quarter, of its half for two of the four ranks
+    assert told["minimum_worst"] == told["bytes_in_worst"] == 12 * 2048
+    assert told["seconds"] >= told["lower_bound"] > 0
+    assert [row["family"] for row in told["families"]] == ["layers.{}.up_proj.weight"]
+    shown = _run(*words).stdout
+    assert "stay whole over tp" in shown
+    assert "layers.*.up_proj.weight" in shown.replace("\n", "")
+
+
+def test_a_plan_says_what_is_wrong_with_its_words(tmp_path: Path) -> None:
+    """One message with the way out, exit code 2."""
+    listing = tmp_path / "model.json"
+    listing.write_text('[{"name": "w", "shape": [4]}]')
+    good = {"--model": str(listing), "--from": "zero3:dp=2", "--to": "ddp:dp=2"}
+    for option, value, word in (
+        ("--from", "zero4:dp=2", "did you mean"),
+        ("--to", "ddp:dp=0", "not a number of places"),
+        ("--model", str(tmp_path / "no.json"), "no.json"),
+        ("--links", "carrier-pigeon", "known: h100"),
+        ("--budget", "much", "not a size"),
+        ("--optimizer", "lion", "adamw"),
+        ("--experts", "some", "stacked or listed"),
+    ):
+        words = [word for pair in {**good, option: value}.items() for word in pair]
+        ran = _run("plan", *words)
+        assert ran.returncode == 2, option
+        assert word in ran.stderr.replace("\n", " "), ran.stderr
+        assert "Traceback" not in ran.stderr
 
 
 def test_demo(tmp_path: Path) -> None:

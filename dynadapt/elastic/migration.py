@@ -37,7 +37,7 @@ from dynadapt.transport.executor import Moved, execute, staging_bytes
 from dynadapt.transport.match import match
 from dynadapt.transport.plan import Options
 from dynadapt.transport.planner import plan_for
-from dynadapt.transport.schedule import chunks, cut, grid, traffic
+from dynadapt.transport.schedule import chunks, finer, load, slicing
 from dynadapt.vps import cover
 
 if TYPE_CHECKING:
@@ -52,6 +52,9 @@ if TYPE_CHECKING:
     from dynadapt.vps.keys import Key
 
 __all__ = ["PHASES", "migrate", "plan"]
+
+CUTS = 16
+"""How often chunks are cut finer before the budget is called too small."""
 
 PHASES = (
     "quiesce",
@@ -117,7 +120,7 @@ class _Migration:
     matched: Match
     options: Options
     seat_plan: SeatPlan
-    chunk_list: list[Chunk]
+    chunk_list: tuple[Chunk, ...]
     source_sums: tuple[int, ...]
 
     def __init__(
@@ -308,12 +311,23 @@ class _Migration:
         self.options = replace(self.options, first_only=self.count_source())
         self.seat_plan = plan_for(self.session.seat, source, target, self.matched, self.options)
         refuse(self.seat_plan.findings)
-        edges = grid(self.matched.total, settings.budget)
-        mine = traffic(self.seat_plan, self.matched, edges)
-        busiest = self.control.combine("traffic", mine, np.maximum)
-        borders = cut(busiest, edges, settings.budget)
-        self.chunk_list = list(chunks(self.seat_plan, self.matched, borders))
+        self.chunk_list = self.cut_chunks(settings.budget)
         self.check_memory("staging", "staging", staging_bytes(self.chunk_list))
+
+    def cut_chunks(self, budget: int) -> tuple[Chunk, ...]:
+        """The coarsest chunks whose staging fits the budget of every seat; all seats find the same."""
+        loads = self.control.gather_values("load", load(self.seat_plan))
+        cut = slicing(loads.values(), budget)
+        staging = 0
+        for trial in range(CUTS):
+            found = chunks(self.seat_plan, cut)
+            every = self.control.gather_values(f"staging/{trial}", staging_bytes(found))
+            staging = max(every.values())
+            if staging <= budget:
+                return found
+            cut = finer(cut, staging, budget)
+        cause = f"the finest cut tried needs {staging} bytes of staging, the budget is {budget}"
+        raise Refused([Finding("budget", "staging", cause, "allow a larger budget")])
 
     def count_source(self) -> frozenset[Key]:
         """Take the source's sums; returns the keys of which only the first holder counts."""

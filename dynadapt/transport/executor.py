@@ -15,6 +15,7 @@ import torch
 
 from dynadapt.errors import ChannelError, Finding, Refused
 from dynadapt.transport._torch import cast_into, dtype_name, torch_dtype
+from dynadapt.transport.schedule import ALIGN
 from dynadapt.vps.keys import itemsize
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ __all__ = ["Moved", "Storage", "execute", "staging_bytes"]
 DIRECT = 64 << 10
 """Bytes from which a piece is a message of its own. Both ends must use the same number."""
 
-_ALIGN = 16
 _CAST = 1 << 20
 """Elements cast at a time where a cast has to be checked."""
 
@@ -115,7 +115,7 @@ class _Packed:
 def staging_bytes(chunk_list: Sequence[Chunk]) -> int:
     """Upper bound of the staging memory that `execute` takes for these chunks."""
     sizes = [
-        sum(-(-m.nbytes // _ALIGN) * _ALIGN for m in (*c.receives, *c.sends)) for c in chunk_list
+        sum(-(-m.nbytes // ALIGN) * ALIGN for m in (*c.receives, *c.sends)) for c in chunk_list
     ]
     return 2 * max(sizes, default=0)
 
@@ -240,7 +240,7 @@ class _Run:
             for move in own:
                 if move.nbytes < DIRECT:
                     pieces.append(_Piece(move, view_of(move), at))
-                    at += -(-move.nbytes // _ALIGN) * _ALIGN
+                    at += -(-move.nbytes // ALIGN) * ALIGN
             if pieces:
                 found.append(_Packed(peer, tuple(pieces), start, at - start))
             for move in own:
@@ -251,7 +251,7 @@ class _Run:
                     found.append(_Packed(peer, (_Piece(move, view, -1),), -1, move.nbytes))
                 else:
                     found.append(_Packed(peer, (_Piece(move, view, at),), at, move.nbytes))
-                    at += -(-move.nbytes // _ALIGN) * _ALIGN
+                    at += -(-move.nbytes // ALIGN) * ALIGN
         return found, at
 
     def _is_direct(self, view: torch.Tensor, wire: str) -> bool:

@@ -1,36 +1,45 @@
-"""How a plan is cut into chunks that fit the staging budget, by a rule all seats compute alike.
+"""How a plan is cut into chunks that fit the staging budget, by a rule that both ends compute alike.
 
-The canonical order (key, row-major element, counted in wire bytes) is one line from 0 to
-`match.total`. Every seat measures its own traffic on a grid over that line, the seats take the maximum
-per grid cell, and chunks are cut greedily so that the busiest seat's share fits. A seat walks the
-chunks in order and skips those it has no part in, so no cyclic wait can form.
+What one seat sends another is a stream: its moves in canonical order. The stream is cut into equal
+slices, one a chunk, so that every chunk holds the same part of every stream and no seat or link waits for
+another within it. A short stream is cut into fewer slices, which a hash of the pair spreads over the
+chunks. A seat walks the chunks in order and skips those it has no part in, so no cyclic wait can form.
+
+The seats agree on two numbers, the largest load and the largest staging, not on who sends what.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from dynadapt.transport.plan import Match, Move, SeatPlan
-from dynadapt.vps.box import boxes_in_span, count_below, linear_index
+from dynadapt.transport.plan import Move
+from dynadapt.vps.box import Box, Span
 from dynadapt.vps.keys import itemsize
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-__all__ = ["Chunk", "chunks", "cut", "grid", "traffic"]
+    from dynadapt.transport.plan import SeatPlan
 
-MAX_CELLS = 1 << 16
+__all__ = ["Chunk", "Slicing", "chunks", "finer", "load", "slicing", "spread_of"]
+
 CHUNKS_IN_FLIGHT = 2
+ALIGN = 16
+"""Pieces of a packed message start on multiples of so many bytes."""
+
+SPREAD_BITS = 20
+LONG = 1 << 20
+"""Bytes from which a slice is long enough for its message to cost little."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One interval of the canonical order: what this seat receives and sends in it."""
+    """What this seat receives and sends at one place of the common order."""
 
     number: int
     receives: tuple[Move, ...]
@@ -42,95 +51,110 @@ class Chunk:
         return sum(move.nbytes for move in (*self.receives, *self.sends))
 
 
-def grid(total: int, budget: int) -> NDArray[np.int64]:
-    """Edges of a grid over the canonical line, fine enough to cut chunks of `budget` bytes from.
+class Slicing(NamedTuple):
+    """How fine all seats cut: the number of chunks, and the shortest slice of a stream in bytes."""
 
-    >>> grid(100, 1 << 20).tolist()
-    [0, 100]
+    chunks: int
+    shortest: int
+
+    def slices(self, nbytes: int) -> int:
+        """Into how many slices a stream of so many bytes is cut."""
+        return min(self.chunks, max(nbytes // self.shortest, 1))
+
+    def chunk_of(
+        self, number: NDArray[np.int64], slices: NDArray[np.int64], spread: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """In which chunk each slice travels; `spread` is `spread_of` its pair."""
+        found: NDArray[np.int64] = (
+            ((number << SPREAD_BITS) + spread) * self.chunks // (slices << SPREAD_BITS)
+        )
+        return found
+
+
+def spread_of(source: NDArray[np.int64], target: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where between two slices those of each pair lie: a hash in `[0, 2**20)`.
+
+    >>> bool((spread_of(np.arange(9), np.arange(9)) < 1 << 20).all())
+    True
     """
-    step = max(4096, budget // (16 * CHUNKS_IN_FLIGHT), -(-total // MAX_CELLS))
-    return np.append(np.arange(0, total, step, dtype=np.int64), np.int64(total))
+    mixed = source.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed += target.astype(np.uint64) * np.uint64(0xC2B2AE3D27D4EB4F)
+    mixed ^= mixed >> np.uint64(32)
+    mixed *= np.uint64(0xD6E8FEB86659FD93)
+    return (mixed >> np.uint64(64 - SPREAD_BITS)).astype(np.int64)
 
 
-def traffic(plan: SeatPlan, matched: Match, edges: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Wire bytes of this seat, in and out, per grid cell."""
-    found = np.zeros(max(len(edges) - 1, 0), np.int64)
-    for move in (*plan.receives, *plan.sends):
-        spec = matched.by_target[move.key].target
-        size = itemsize(move.wire)
-        base = matched.offsets[move.key]
-        first = base + linear_index(move.box.lo, spec.shape) * size
-        last = base + linear_index([high - 1 for high in move.box.hi], spec.shape) * size
-        low = int(np.searchsorted(edges, first, "right")) - 1
-        high = int(np.searchsorted(edges, last, "right"))
-        # Pieces start on multiples of 16 bytes; a border cuts a move into this many at most.
-        found[low:high] += 16 if high - low == 1 else 16 * max(2 * len(spec.shape) - 1, 1)
-        before = 0
-        for cell in range(low, high):
-            upto = -(-(int(edges[cell + 1]) - base) // size)
-            below = count_below(move.box, spec.shape, upto)
-            found[cell] += (below - before) * size
-            before = below
-    return found
+def load(plan: SeatPlan) -> int:
+    """What a seat tells the others before they cut: its wire bytes, both ways, alignment included."""
+    return sum(_aligned(move.nbytes) for move in (*plan.receives, *plan.sends))
 
 
-def cut(busiest: NDArray[np.int64], edges: NDArray[np.int64], budget: int) -> tuple[int, ...]:
-    """Chunk borders (canonical bytes) such that two chunks of the busiest seat fit the budget.
+def slicing(loads: Iterable[int], budget: int) -> Slicing:
+    """The coarsest cut that may fit the budget of every seat, to be tried.
 
-    `busiest` is the maximum over seats of `traffic`. A single cell that is larger is cut evenly.
-
-    >>> cut(np.array([5, 5, 5]), np.array([0, 10, 20, 30]), 20)
-    (0, 20, 30)
+    >>> slicing([1000, 400], 256)
+    Slicing(chunks=8, shortest=8)
     """
     share = max(budget // CHUNKS_IN_FLIGHT, 1)
-    borders, held = [0], 0
-    for cell, amount in enumerate(busiest.tolist()):
-        if held and held + amount > share:
-            borders.append(int(edges[cell]))
-            held = 0
-        held += amount
-        if held > share:  # one cell, which many seats want from one
-            low, high = int(edges[cell]), int(edges[cell + 1])
-            parts = min(-(-held // share), high - low)
-            borders += (low + (high - low) * part // parts for part in range(1, parts))
-            held = -(-held // parts)
-    borders.append(int(edges[-1]))
-    return tuple(borders)
+    nbytes = max(loads, default=0)
+    return Slicing(max(-(-nbytes // share), 1), max(min(share // 16, LONG), 1))
 
 
-def chunks(plan: SeatPlan, matched: Match, borders: Sequence[int]) -> Iterator[Chunk]:
-    """This seat's chunks that are not empty, in order; moves are cut at the borders."""
-    receives = list(_cut_moves(plan.receives, matched, borders))
-    sends = list(_cut_moves(plan.sends, matched, borders))
-    numbers = sorted({n for n, _ in receives} | {n for n, _ in sends})
-    by_number: dict[int, tuple[list[Move], list[Move]]] = {n: ([], []) for n in numbers}
-    for number, move in receives:
-        by_number[number][0].append(move)
-    for number, move in sends:
-        by_number[number][1].append(move)
-    for number in numbers:
-        into, out = by_number[number]
-        yield Chunk(number, tuple(into), tuple(out))
+def finer(tried: Slicing, staging: int, budget: int) -> Slicing:
+    """The next cut to try where the busiest seat's staging does not fit the budget."""
+    chunks = tried.chunks * max(staging * 16, budget * 17) // (budget * 15) + 1
+    return Slicing(chunks, max(tried.shortest // 2, 1))
 
 
-def _cut_moves(
-    moves: Sequence[Move], matched: Match, borders: Sequence[int]
-) -> Iterator[tuple[int, Move]]:
-    line = np.asarray(borders)
+def chunks(plan: SeatPlan, cut: Slicing) -> tuple[Chunk, ...]:
+    """This seat's chunks that are not empty, in order; moves are cut where slices end."""
+    found: dict[int, tuple[list[Move], list[Move]]] = {}
+    for way, moves in enumerate((plan.receives, plan.sends)):
+        streams: dict[tuple[int, int], list[Move]] = {}
+        for move in moves:
+            streams.setdefault((move.source, move.target), []).append(move)
+        for (source, target), own in sorted(streams.items()):
+            slices = cut.slices(sum(_aligned(move.nbytes) for move in own))
+            spread = spread_of(np.array([source]), np.array([target]))
+            places = cut.chunk_of(np.arange(slices), np.array([slices]), spread).tolist()
+            for number, move in _sliced(own, slices):
+                found.setdefault(places[number], ([], []))[way].append(move)
+    return tuple(
+        Chunk(number, tuple(into), tuple(out)) for number, (into, out) in sorted(found.items())
+    )
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+def _sliced(moves: Sequence[Move], slices: int) -> Iterator[tuple[int, Move]]:
+    """The parts of a stream, each with its slice's number; a slice ends at an element."""
+    total = sum(_aligned(move.nbytes) for move in moves)
+    begin = 0
     for move in moves:
-        spec = matched.by_target[move.key].target
-        size = itemsize(move.wire)
-        base = matched.offsets[move.key]
-        first = base + linear_index(move.box.lo, spec.shape) * size
-        last = base + linear_index([high - 1 for high in move.box.hi], spec.shape) * size
-        low = max(int(np.searchsorted(line, first, "right")) - 1, 0)
-        high = min(int(np.searchsorted(line, last, "right")) - 1, len(borders) - 2)
-        if low == high:
-            yield low, move
-            continue
-        for number in range(low, high + 1):
-            # an element belongs to the chunk in which its first byte lies
-            start = 0 if number == low else -(-(borders[number] - base) // size)
-            stop = spec.numel if number == high else -(-(borders[number + 1] - base) // size)
-            for box in boxes_in_span(move.box, spec.shape, max(start, 0), max(stop, 0)):
-                yield number, Move(move.key, box, move.source, move.target, move.wire)
+        size, volume = itemsize(move.wire), move.box.volume
+        end = begin + _aligned(move.nbytes)
+        number = begin * slices // total if total else 0
+        at = 0
+        while at < volume:
+            border = -(-(number + 1) * total // slices)  # the slice's end in the stream
+            upto = volume if border >= end else min(max(-(-(border - begin) // size), 0), volume)
+            if upto > at:
+                for box in _part(move.box, at, upto):
+                    yield number, Move(move.key, box, move.source, move.target, move.wire)
+                at = upto
+            number += 1
+        begin = end
+
+
+def _part(box: Box, start: int, stop: int) -> Iterator[Box]:
+    """Elements `[start, stop)` of a box in its own row-major order, as boxes."""
+    if stop - start == box.volume:
+        yield box
+        return
+    for piece in Span(start, stop).boxes(box.shape):
+        yield Box(
+            tuple(a + low for a, low in zip(piece.lo, box.lo, strict=True)),
+            tuple(a + low for a, low in zip(piece.hi, box.lo, strict=True)),
+        )

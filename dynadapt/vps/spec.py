@@ -128,7 +128,8 @@ class LayoutSpec:
 
     def __str__(self) -> str:
         front = f"{self.format}/" if self.format else ""
-        axes = {axis: self.axes[axis] for axis in AXES if axis in self.axes} or {"dp": 1}
+        always = {"rep"} if self.kind == "hsdp" else {"dp"} if not self.axes else set()
+        axes = {axis: self.size(axis) for axis in AXES if axis in self.axes or axis in always}
         settings = [f"{name}={value}" for name, value in (*axes.items(), *self.options.items())]
         return f"{front}{self.kind}:{','.join(settings)}"
 
@@ -147,7 +148,7 @@ def _order(text: str | None) -> tuple[tuple[str, ...], list[str]]:
 def _unfit(kind: str, axes: Mapping[str, int], options: Mapping[str, str]) -> Iterator[str]:
     if kind == "hsdp" and "rep" not in axes:
         yield "hsdp needs rep=N, the number of replicas, beside dp=N"
-    if kind == "ddp" and "rep" in axes:
+    if kind == "ddp" and axes.get("rep", 1) > 1:
         yield "ddp has no rep: its data axis replicates already"
     known = OPTIONS.get(kind, frozenset())
     for name in options:

@@ -5,16 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from dynadapt.testing.seats import run_threads
 from dynadapt.testing.states import MemoryState
 from dynadapt.transport.channels.memory import MemoryChannel, MemoryHub
-from dynadapt.transport.executor import Moved, Storage, execute
+from dynadapt.transport.executor import Moved, Storage, execute, staging_bytes
 from dynadapt.transport.match import match
 from dynadapt.transport.plan import Match, Options, SeatPlan
 from dynadapt.transport.planner import plan_for
-from dynadapt.transport.schedule import Chunk, chunks, cut, grid, traffic
+from dynadapt.transport.schedule import Chunk, chunks, finer, load, slicing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,7 +32,6 @@ class Planned:
     options: Options = field(default_factory=Options)
     matched: Match = field(init=False)
     plans: dict[int, SeatPlan] = field(init=False)
-    borders: tuple[int, ...] = field(init=False)
     chunks: dict[int, list[Chunk]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -45,15 +42,13 @@ class Planned:
             seat: plan_for(seat, self.source, self.target, self.matched, self.options)
             for seat in seats
         }
-        edges = grid(self.matched.total, self.options.budget)
-        busiest = np.max(
-            [traffic(plan, self.matched, edges) for plan in self.plans.values()], axis=0
-        )
-        self.borders = cut(busiest, edges, self.options.budget)
-        self.chunks = {
-            seat: list(chunks(plan, self.matched, self.borders))
-            for seat, plan in self.plans.items()
-        }
+        cut = slicing(map(load, self.plans.values()), self.options.budget)
+        for _ in range(12):
+            self.chunks = {seat: [*chunks(plan, cut)] for seat, plan in self.plans.items()}
+            staging = max(map(staging_bytes, self.chunks.values()))
+            if staging <= self.options.budget:
+                break
+            cut = finer(cut, staging, self.options.budget)
 
     def run(
         self,

@@ -12,12 +12,12 @@ from dynadapt.testing import strategies as more
 from dynadapt.transport.match import match
 from dynadapt.transport.plan import EvenHosts, Options
 from dynadapt.transport.planner import plan_for
-from dynadapt.vps.keys import Key, KeySpec
 from dynadapt.vps.mesh_layout import MeshLayout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from dynadapt.vps.keys import Key, KeySpec
     from dynadapt.vps.placement import Placement
 
 
@@ -31,7 +31,7 @@ def meshes(draw: st.DrawFn, specs: tuple[KeySpec, ...], among: int = 12) -> Mesh
     for spec in specs:
         if own and draw(st.booleans()):  # many tensors are placed alike
             known = draw(st.sampled_from(list(own)))
-            same = [s for s in specs if s.key == known][0]
+            same = next(s for s in specs if s.key == known)
             if same.shape == spec.shape:
                 own[spec.key] = own[known]
                 continue

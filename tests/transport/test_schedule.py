@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +13,7 @@ from dynadapt.testing import strategies as more
 from dynadapt.testing.layouts import random_layout
 from dynadapt.transport.executor import staging_bytes
 from dynadapt.transport.plan import Options
-from dynadapt.transport.schedule import cut
+from dynadapt.transport.schedule import Slicing, spread_of
 from dynadapt.vps.box import Box
 from dynadapt.vps.keys import Key, KeySpec
 from dynadapt.vps.layout import Row, RowLayout
@@ -99,10 +98,25 @@ def test_nothing_to_move_is_no_chunk() -> None:
     }
 
 
-@given(st.lists(st.integers(0, 500), min_size=1, max_size=40), st.integers(2, 400))
-def test_borders_rise_and_end_at_the_end(amounts: list[int], budget: int) -> None:
-    edges = np.arange(len(amounts) + 1, dtype=np.int64) * 1000
-    borders = cut(np.array(amounts), edges, budget)
-    assert borders[0] == 0
-    assert borders[-1] == edges[-1]
-    assert all(a < b for a, b in itertools.pairwise(borders))
+@settings(max_examples=60)
+@given(st.integers(1, 50), st.integers(1, 10**9), st.integers(1, 10**6), st.integers(0, 9))
+def test_slices_of_a_stream_are_in_different_chunks_in_order(
+    count: int, nbytes: int, shortest: int, peer: int
+) -> None:
+    cut = Slicing(count, shortest)
+    slices = cut.slices(nbytes)
+    spread = spread_of(np.array([0]), np.array([peer]))
+    found = cut.chunk_of(np.arange(slices), np.array([slices]), spread).tolist()
+    assert found == sorted(set(found))
+    assert found[0] >= 0
+    assert found[-1] < count
+
+
+def test_every_chunk_has_the_same_part_of_every_stream() -> None:
+    specs = [KeySpec(Key(name, "param"), (64, 1 << 10), "float32") for name in "abc"]
+    source = random_layout(1, specs, range(4), ["flat"])
+    target = random_layout(2, specs, range(4), ["replicated"])
+    planned = Planned(source, target, Options(budget=BUDGET))
+    for own in planned.chunks.values():
+        sizes = [chunk.nbytes for chunk in own]
+        assert max(sizes) - min(sizes) <= 0.1 * max(sizes)

@@ -1,0 +1,45 @@
+"""The `dynadapt` command. Imports no framework itself: what a command needs, it loads when it runs."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from rich.console import Console
+
+from dynadapt.cli._demo import demo
+from dynadapt.cli._env import env
+from dynadapt.cli._plan import plan
+from dynadapt.errors import DynadaptError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="dynadapt",
+    help="Moves sharded training state between frameworks and layouts.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+@app.callback()
+def _root() -> None:
+    """Moves sharded training state between frameworks and layouts."""
+
+
+for command in (demo, env, plan):
+    app.command()(command)
+
+
+def main() -> None:
+    """Run the command line; an error of dynadapt's own is one message, not a traceback."""
+    try:
+        app()
+    except DynadaptError as error:
+        Console(stderr=True).print(f"[red]error[/red] [{error.reason}] {error}", markup=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

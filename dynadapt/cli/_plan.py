@@ -1,0 +1,204 @@
+"""`dynadapt plan`: what a change of layout would move and take, for a model that nobody has to load."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from dynadapt.cli._options import JsonOption
+from dynadapt.errors import DynadaptError
+
+if TYPE_CHECKING:
+    from dynadapt.transport.simulate import Simulation
+    from dynadapt.vps.mesh_layout import MeshLayout
+    from dynadapt.vps.model_shape import ModelShape, State
+    from dynadapt.vps.tp_rules import TpRules
+
+__all__ = ["plan"]
+
+UNITS = {"": 1, "b": 1, "kb": 1000, "mb": 1000**2, "gb": 1000**3}
+UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Option(help="A Hugging Face folder or config.json, or a JSON listing of tensors."),
+    ],
+    source: Annotated[str, typer.Option("--from", help="Layout now, e.g. zero3:dp=128.")],
+    target: Annotated[str, typer.Option("--to", help="Layout wanted, e.g. ddp:dp=16,tp=8.")],
+    links: Annotated[
+        str, typer.Option(help="h100, a800, flat-200g or ethernet-25g: hosts of 8, but for flat.")
+    ] = "h100",
+    budget: Annotated[str, typer.Option(help="Staging memory of one rank, e.g. 512MiB.")] = "1GiB",
+    tp_plan: Annotated[
+        Path | None, typer.Option(help="JSON of name patterns to styles; default: the model's own.")
+    ] = None,
+    experts: Annotated[
+        str, typer.Option(help="stacked or listed: how the model keeps its experts.")
+    ] = "stacked",
+    optimizer: Annotated[
+        str, typer.Option(help="adamw (fp32 masters and two moments), sgd (one), or none.")
+    ] = "adamw",
+    as_json: JsonOption = False,
+) -> None:
+    """Plan a change of layout and price it on a cluster's links; nothing is loaded or written.
+
+    Every rank's plan is made up to 256 ranks, a sample's beyond. Times leave out what a framework does
+    before and after the move.
+    """
+    from dynadapt.adapters.model_shapes import read_model
+    from dynadapt.transport.simulate import simulate
+    from dynadapt.vps.declare import declare
+    from dynadapt.vps.tp_rules import read_rules
+
+    if experts not in {"stacked", "listed"}:
+        raise DynadaptError(f"--experts {experts}: give stacked or listed", reason="bad-argument")
+    states = _states(optimizer)
+    staging = _bytes(budget)
+    shape, rules = read_model(model, experts=experts)  # type: ignore[arg-type]
+    if tp_plan is not None:
+        rules = read_rules(tp_plan)
+    before, after = (declare(spec, shape, rules, states=states) for spec in (source, target))
+    layouts = [before, after]
+    console = Console()
+    with Progress(transient=True, disable=as_json or not console.is_terminal) as bar:
+        task = bar.add_task("planning", total=None)
+        found = simulate(
+            before,
+            after,
+            links,
+            budget=staging,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    facts: dict[str, Any] = {
+        "model": model,
+        "parameters": shape.numel,
+        "tensors": len(shape),
+        "state_bytes": shape.nbytes(states),
+        "from": source,
+        "to": target,
+        "links": links,
+        **found.to_json(),
+        "families": _families(layouts, found, shape),
+    }
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    _print(console, facts, _whole(shape, rules, layouts))
+
+
+def _states(optimizer: str) -> tuple[State, ...]:
+    from dynadapt.vps.model_shape import ADAMW, State
+
+    known = {
+        "adamw": ADAMW,
+        "sgd": (State("param", "float32"), State("momentum_buffer", "float32")),
+        "none": (State("param"),),
+    }
+    if optimizer not in known:
+        raise DynadaptError(
+            f"--optimizer {optimizer}: give one of {', '.join(known)}", reason="bad-argument"
+        )
+    return known[optimizer]
+
+
+def _bytes(text: str) -> int:
+    """`512MiB`, `1GB` or a plain number as bytes."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
+    if found is None or found[2].lower() not in UNITS:
+        raise DynadaptError(f"{text!r} is not a size such as 512MiB", reason="bad-argument")
+    size = int(float(found[1]) * UNITS[found[2].lower()])
+    if size < 64 << 10:
+        raise DynadaptError(f"{text} is less than 64KiB of staging", reason="bad-argument")
+    return size
+
+
+def _families(
+    layouts: list[MeshLayout], found: Simulation, shape: ModelShape
+) -> list[dict[str, Any]]:
+    """What the seat of the busiest link moves, by family of tensors."""
+    from dynadapt.transport.factored import factored_plan
+    from dynadapt.transport.plan import EvenHosts, Options
+    from dynadapt.vps.model_shape import FamilySpecs
+
+    seat = found.busiest[0]
+    hosts = EvenHosts(found.cluster.seats_per_host, found.world)
+    own = factored_plan(seat, layouts[0], layouts[1], Options(hosts=hosts))
+    rows: dict[str, dict[str, Any]] = {}
+    for way, blocks in (("in", own.receives), ("out", own.sends)):
+        for block in blocks:
+            specs = block.lane.states[0][0]
+            assert isinstance(specs, FamilySpecs)
+            family = specs.family
+            fresh = {"shape": list(family.shape), "in": 0, "out": 0, "stays": 0, "boxes": 0}
+            row = rows.setdefault(family.pattern, fresh)
+            stays = block.peer == seat
+            row[way] += int(block.nbytes[~stays].sum())
+            row["stays"] += int(block.nbytes[stays].sum())
+            row["boxes"] += block.num_moves
+    order = {family.pattern: number for number, family in enumerate(shape.families)}
+    return [{"family": name, **rows[name]} for name in sorted(rows, key=order.__getitem__)]
+
+
+def _whole(shape: ModelShape, rules: TpRules, layouts: list[MeshLayout]) -> str:
+    """A word of warning where tensor parallelism is asked for and most of the model stays whole."""
+    if all("tp" not in layout.axes for layout in layouts):
+        return ""
+    whole = sum(
+        family.numel * len(family)
+        for family in shape.families
+        if not rules.cuts(family.name(0), len(family.shape))
+    )
+    share = whole / max(shape.numel, 1)
+    return (
+        f"{share:.0%} of the parameters have no tensor-parallel rule and stay whole over tp; "
+        "--tp-plan gives rules"
+        if share > 0.5
+        else ""
+    )
+
+
+def _print(console: Console, facts: dict[str, Any], warning: str) -> None:
+    from dynadapt.elastic.outcome import human
+
+    busiest = facts["busiest"]
+    planned = facts["planned_seats"]
+    of = "all" if planned == facts["world"] else f"{planned} (a sample)"
+    table = Table("", "", show_header=False, title=f"{facts['from']} -> {facts['to']}")
+    model = f"{facts['parameters'] / 1e9:.2f} B parameters in {facts['tensors']} tensors"
+    rows = {
+        "model": f"{model}, {human(facts['state_bytes'])} of state",
+        "ranks": f"{facts['world']}; planned: {of}",
+        "received by one rank": f"{human(facts['bytes_in_worst'])} at most, the least possible",
+        "sent by one rank": f"{human(facts['bytes_out_worst'])} at most, "
+        f"{facts['balance']:.2f}x the mean",
+        "stays in its rank": f"{human(facts['resident_worst'])} at most",
+        "busiest link": f"rank {busiest['seat']} {busiest['link']}: {human(busiest['bytes'])}",
+        "chunks": f"{facts['chunks']}, {facts['messages_worst']} messages at most",
+        "staging": f"{human(facts['staging'])} of {human(facts['budget'])}",
+        "peak memory of a rank": f"{human(facts['peak_memory'])}, the source kept to the end",
+        f"seconds on {facts['links']}": f"{facts['seconds']:.3f}; lower bound "
+        f"{facts['lower_bound']:.3f}, {facts['ratio']:.2f}x",
+    }
+    for name, text in rows.items():
+        table.add_row(name, text)
+    console.print(table)
+    families = Table(title=f"what rank {busiest['seat']} moves")
+    for head in ("tensors", "shape", "in", "out", "stays", "boxes"):
+        left = head in {"tensors", "shape"}
+        families.add_column(head, justify="left" if left else "right", overflow="fold")
+    for row in facts["families"]:
+        sizes = (human(row[way]) for way in ("in", "out", "stays"))
+        text = "x".join(map(str, row["shape"])) or "scalar"
+        families.add_row(row["family"].replace("{}", "*"), text, *sizes, f"{row['boxes']:,}")
+    console.print(families)
+    if warning:
+        console.print(f"[yellow]note[/yellow] {warning}")
