@@ -9,16 +9,28 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING
 
 from dynadapt.vps.box import Box, Span, row_major_strides, uncovered
 from dynadapt.vps.keys import Key, KeySpec, Presence
 from dynadapt.vps.layout import Row, RowLayout
+from dynadapt.vps.mesh_layout import MeshLayout
+from dynadapt.vps.placement import Flat, Pin, Placement, Replicate, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["KINDS", "flat_rows", "grid_boxes", "random_layout", "random_shape", "random_specs"]
+__all__ = [
+    "KINDS",
+    "flat_rows",
+    "grid_boxes",
+    "random_layout",
+    "random_mesh",
+    "random_placements",
+    "random_shape",
+    "random_specs",
+]
 
 Boxes = dict[int, list[Box]]
 
@@ -213,6 +225,73 @@ def random_layout(
                 held = [box for box in boxes if box.volume]
                 rows[endpoint] += [placers[endpoint].place(spec.key, b, spec.dtype) for b in held]
     return RowLayout(specs, rows)
+
+
+def random_placements(
+    rng: random.Random, shape: Sequence[int], axes: Mapping[str, int]
+) -> tuple[Placement, ...]:
+    """Any placements of a tensor over a mesh: nested shards, blocks, copies, pins, one flat split.
+
+    >>> len(random_placements(random.Random(0), (4, 4), {"dp": 2, "tp": 2})) <= 2
+    True
+    """
+    found: list[Placement] = []
+    left = rng.sample(list(axes), len(axes))
+    cut: set[int] = set()
+    blocked: set[int] = set()
+    while left:
+        axis, ways = left[0], axes[left.pop(0)]
+        kind = rng.choice(["replicate", "shard", "shard", "flat", "pin", "left out"])
+        free = [dim for dim in range(len(shape)) if dim not in blocked]
+        if kind == "shard" and free:
+            dim = rng.choice(free)
+            blocks = rng.choice(
+                [n for n in (1, 1, 2, 3) if shape[dim] % n == 0 and dim not in cut] or [1]
+            )
+            copies = rng.choice([n for n in (1, 1, 2) if ways % n == 0])
+            over = (axis, left.pop(0)) if left and copies == 1 and rng.random() < 0.5 else axis
+            found.append(Shard(over, dim, rng.randint(1, 3), blocks, copies))
+            cut.add(dim)
+            blocked |= {dim} if blocks > 1 else set()
+        elif kind == "flat" and not blocked:
+            all_ = (axis, *left[: rng.randint(0, len(left))])
+            many = any(isinstance(each, Pin) and each.also for each in found)
+            flat = Flat(all_, rng.randint(1, 4))
+            if not many and rng.random() < 0.5:  # one of several tensors in a flat buffer
+                offset, total = rng.randint(0, 50), prod(axes[each] for each in all_)
+                part = -(-(prod(shape) + offset) // total) + rng.randint(0, 5)
+                flat = Flat(all_, 1, max(part, 1), offset)
+            found.append(flat)
+            break
+        elif kind == "pin":
+            where = sorted({rng.randrange(ways), rng.randrange(ways)})
+            found.append(Pin(axis, where[0], tuple(where[1:])))
+        elif kind == "replicate":
+            found.append(Replicate(axis))
+    return tuple(found)
+
+
+def random_mesh(seed: int, specs: Sequence[KeySpec]) -> MeshLayout:
+    """A declared layout of these keys on up to 12 seats, from a seed.
+
+    >>> spec = KeySpec(Key("w", "param"), (5,), "float32")
+    >>> len(random_mesh(0, [spec]).keys)
+    1
+    """
+    rng = random.Random(seed)
+    axes = {
+        axis: rng.randint(1, most)
+        for axis, most in rng.sample([("pp", 2), ("dp", 3), ("tp", 2)], 3)
+    }
+    own: dict[Key, tuple[Placement, ...]] = {}
+    known: dict[tuple[int, ...], tuple[Placement, ...]] = {}
+    for spec in specs:
+        if spec.shape not in known or rng.random() < 0.3:
+            known[spec.shape] = random_placements(rng, spec.shape, axes)
+        own[spec.key] = known[spec.shape]
+    step, first = rng.choice((1, 1, 2)), rng.randint(0, 2)
+    seats = [first + step * number for number in range(prod(axes.values()))]
+    return MeshLayout(axes, specs, own, seats)
 
 
 def random_shape(rng: random.Random, max_volume: int = 4096) -> tuple[int, ...]:

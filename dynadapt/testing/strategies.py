@@ -10,20 +10,21 @@ hypothesis; the fine structure comes from a seed, because a layout of hundreds o
 
 from __future__ import annotations
 
+import random
 from math import prod
 from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 
-from dynadapt.testing.layouts import KINDS, random_layout, random_specs
+from dynadapt.testing.layouts import KINDS, random_layout, random_placements, random_specs
 from dynadapt.vps.box import MAX_DIMS, Box, Span
-from dynadapt.vps.placement import Flat, Pin, Placement, Replicate, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from dynadapt.vps.keys import KeySpec
     from dynadapt.vps.layout import RowLayout
+    from dynadapt.vps.placement import Placement
 
 __all__ = ["boxes", "endpoints", "key_sets", "layouts", "placements", "seeds", "shapes", "spans"]
 
@@ -83,38 +84,5 @@ def placements(
     draw: st.DrawFn, shape: tuple[int, ...], axes: Mapping[str, int]
 ) -> tuple[Placement, ...]:
     """Any placements of a tensor over a mesh: nested shards, blocks, copies, pins, one flat split."""
-    found: list[Placement] = []
-    left = list(draw(st.permutations(list(axes))))
-    cut: set[int] = set()
-    blocked: set[int] = set()
-    while left:
-        axis, ways = left[0], axes[left.pop(0)]
-        kind = draw(st.sampled_from(["replicate", "shard", "shard", "flat", "pin", "left out"]))
-        free = [dim for dim in range(len(shape)) if dim not in blocked]
-        if kind == "shard" and free:
-            dim = draw(st.sampled_from(free))
-            blocks = draw(st.sampled_from([n for n in (1, 1, 2, 3) if shape[dim] % n == 0]))
-            blocks = 1 if dim in cut else blocks
-            copies = draw(st.sampled_from([n for n in (1, 1, 2) if ways % n == 0]))
-            over: tuple[str, ...] | str = axis
-            if left and copies == 1 and draw(st.booleans()):
-                over = (axis, left.pop(0))
-            found.append(Shard(over, dim, draw(st.integers(1, 3)), blocks, copies))
-            cut.add(dim)
-            blocked |= {dim} if blocks > 1 else set()
-        elif kind == "flat" and not blocked:
-            all_ = (axis, *left[: draw(st.integers(0, len(left)))])
-            flat = Flat(all_, draw(st.integers(1, 4)))
-            many = any(isinstance(each, Pin) and each.also for each in found)
-            if not many and draw(st.booleans()):  # one of several tensors in a flat buffer
-                offset, ways = draw(st.integers(0, 50)), prod(axes[each] for each in all_)
-                part = -(-(prod(shape) + offset) // ways) + draw(st.integers(0, 5))
-                flat = Flat(flat.axes, 1, max(part, 1), offset)
-            found.append(flat)
-            break
-        elif kind == "pin":
-            where = sorted(draw(st.sets(st.integers(0, ways - 1), min_size=1, max_size=2)))
-            found.append(Pin(axis, where[0], tuple(where[1:])))
-        elif kind == "replicate":
-            found.append(Replicate(axis))
-    return tuple(found)
+    seed = draw(st.integers(0, 2**16 - 1))
+    return random_placements(random.Random(seed), shape, axes)
