@@ -14,7 +14,7 @@ TEST_ENV := DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR=$(CURDIR)/
 # DeepSpeed compiles its CPU operator with the ninja of this environment.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup demo test check lint types imports spelling wheel format bench nightly faults clean
+.PHONY: help setup demo test check lint types imports spelling wheel format bench pictures nightly faults clean
 
 help:
 	@echo "make setup    environment in $(VENV), with every extra"
@@ -22,7 +22,7 @@ help:
 	@echo "make test     the unit tests"
 	@echo "make check    ruff, mypy, import-linter, codespell, wheel contents"
 	@echo "make format   rewrite the code in the project's format"
-	@echo "make bench    the benchmarks"
+	@echo "make bench    the benchmarks          make pictures  the docs' figures, drawn anew"
 	@echo "make nightly  the long tests        make faults  the tests that break things"
 
 setup: $(READY) $(WARM)
@@ -58,6 +58,9 @@ faults: setup
 bench: setup
 	$(BIN)/python benchmarks/run.py
 
+pictures: setup
+	$(BIN)/python docs/pictures/make.py
+
 check: lint types imports spelling wheel
 
 lint: $(READY)
@@ -65,7 +68,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check $(CODE)
 
 types: $(READY)
-	$(BIN)/mypy --strict dynadapt
+	$(BIN)/mypy --strict dynadapt examples/adapter_package/src
 
 imports: $(READY)
 	$(BIN)/lint-imports

@@ -24,7 +24,9 @@ PACKAGES = ("torch", "numpy", "dynadapt")
 
 @dataclass(frozen=True)
 class Result:
-    """One case beside its peer. The unit is in the name; a bar is the largest ratio that will do."""
+    """One case beside its peer. The unit is in the name; a bar is the largest ratio that will do, or
+    without a peer the largest figure.
+    """
 
     name: str
     ours: float
@@ -39,8 +41,9 @@ class Result:
 
     @property
     def met(self) -> bool | None:
-        """Whether the ratio is within the bar; None where there is no bar."""
-        return None if self.bar is None or self.ratio is None else self.ratio <= self.bar
+        """Whether the ratio, or without a peer the figure, is within the bar; None without a bar."""
+        found = self.ours if self.peer is None else self.ratio
+        return None if self.bar is None or found is None else found <= self.bar
 
     def cells(self) -> tuple[str, ...]:
         """The result as text: name, ours, peer, ratio, bar, met."""

@@ -9,13 +9,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import _live, _local
+from benchmarks import _live, _local, _scale
 from benchmarks._results import table, write
 
 CASES = {
     "live": _live.cases,
     "certificate": _local.certificate,
     "plan": _local.planning,
+    "scale": _scale.cold_plans,
+    "simulate": _scale.simulations,
 }
 
 

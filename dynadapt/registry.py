@@ -1,8 +1,8 @@
 """Which adapter reads an object: found by name, imported on first use, nothing loaded before.
 
-Resolution, in order: (1) a path goes to the first file adapter that claims it; (2) a live object goes
-to the first built-in whose test accepts it, the most specific first; (3) then to entry points of group
-`dynadapt.adapters`, sorted by name, then to what `register` was given. No two may have one name.
+Resolution, in order: (1) what `register` was given, (2) the entry points of group `dynadapt.adapters`,
+sorted by name, (3) the built-ins, the most specific first: a third party's engine may be a module, which
+a built-in would take. The first whose test accepts the object has it. No two may have one name.
 """
 
 from __future__ import annotations
@@ -41,11 +41,16 @@ class Entry:
             made = getattr(importlib.import_module(module), attribute)()
         except ImportError as error:
             raise DynadaptError(
-                f"adapter {self.name!r} needs {', '.join(self.requires)}: {error}; "
-                f"install it with pip install 'dynadapt[{self.requires[-1]}]'",
+                f"adapter {self.name!r} needs {', '.join(self.requires)}: {error}; {self._hint}",
                 reason="not-installed",
             ) from error
         return cast("Adapter", made)
+
+    @property
+    def _hint(self) -> str:
+        if self.accepts is None:
+            return f"repair the installation of {self.requires[-1]}"
+        return f"install it with pip install 'dynadapt[{self.requires[-1]}]'"
 
 
 def _class_names(x: Any) -> set[str]:
@@ -111,7 +116,8 @@ def entries() -> tuple[Entry, ...]:
                 reason="adapter-clash",
             )
         taken.add(point.name)
-        found.append(Entry(point.name, point.value, (point.value.partition(":")[0],)))
+        owner = point.dist.name if point.dist is not None else point.value.partition(":")[0]
+        found.append(Entry(point.name, point.value, (owner,)))
     return tuple(found)
 
 
@@ -120,20 +126,26 @@ def adapter_for(x: Any) -> Adapter:
 
     A third party's adapter class has `accepts(x) -> bool`, a static method, beside F4's methods.
     """
-    for entry in _BUILT_IN:
-        if entry.accepts is not None and entry.accepts(x):
-            return entry.load()
-    for entry in entries()[len(_BUILT_IN) :]:  # listing installed packages takes milliseconds
-        adapter = entry.load()
-        accepts = getattr(adapter, "accepts", None)
-        if accepts is not None and accepts(x):
-            return adapter
     for adapter in _registered.values():
         if adapter.accepts(x):  # type: ignore[attr-defined]
             return adapter
+    broken: list[str] = []
+    for entry in entries()[len(_BUILT_IN) :]:
+        try:
+            adapter = entry.load()
+        except DynadaptError as error:  # it must not keep the built-ins from their own objects
+            broken.append(str(error))
+            continue
+        accepts = getattr(adapter, "accepts", None)
+        if accepts is not None and accepts(x):
+            return adapter
+    for entry in _BUILT_IN:
+        if entry.accepts is not None and entry.accepts(x):
+            return entry.load()
     kind = type(x.model if isinstance(x, TrainState) else x)
     raise DynadaptError(
         f"no adapter reads a {kind.__module__}.{kind.__qualname__}; known: "
-        + ", ".join([*(entry.name for entry in entries()), *_registered]),
+        + ", ".join([*(entry.name for entry in entries()), *_registered])
+        + "".join(f"; {each}" for each in broken),
         reason="no-adapter",
     )

@@ -67,6 +67,17 @@ def test_commands_and_options() -> None:
             "--to",
             "--tp-plan",
         ],
+        "show": [
+            "--experts",
+            "--json",
+            "--links",
+            "--model",
+            "--out",
+            "--tensor",
+            "--to",
+            "--tp-plan",
+            "spec",
+        ],
     }
 
 
@@ -125,6 +136,7 @@ def test_a_plan_says_what_is_wrong_with_its_words(tmp_path: Path) -> None:
         ran = _run("plan", *words)
         assert ran.returncode == 2, option
         assert word in ran.stderr.replace("\n", " "), ran.stderr
+        assert ran.stderr.startswith("error [")
         assert "Traceback" not in ran.stderr
 
 

@@ -10,21 +10,20 @@ from typing import TYPE_CHECKING, Any
 from dynadapt.errors import DynadaptError, Finding, Refused
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import nn
 
 __all__ = ["meta_model"]
 
 
-def meta_model(config: Path | str | Mapping[str, Any] | Any, dtype: str | None) -> nn.Module:
+def meta_model(config: Any, dtype: str | None) -> nn.Module:
     """Build the model of a config folder, a config file, its content, or a config object.
 
     The class is the one that `architectures` names, else the causal language model of this type, else
     its base model. Raises `Refused` (reasons `no-file`, `bad-json`, `unknown-model`, `bad-config`) and
     `DynadaptError` (reason `not-installed`).
     """
-    where, values = "config", config
+    where: str = "config"
+    values: Any = config
     if isinstance(config, (str, Path)):
         where, values = _read(Path(config))
     try:
@@ -42,12 +41,13 @@ def meta_model(config: Path | str | Mapping[str, Any] | Any, dtype: str | None) 
     try:
         own = getattr(torch, dtype) if dtype else config_object.dtype or torch.float32
         with torch.device("meta"), no_init_weights():
-            model: nn.Module = build(config_object, dtype=own)
+            model: Any = build(config_object, dtype=own)
     except Exception as error:  # whatever a model's own code says to its config
         cause = f"{kind} cannot be built from it: {_first_line(error)}"
         raise _refused("bad-config", where, cause, "mend the config") from error
-    model.tie_weights()
-    return model
+    model.tie_weights()  # a part of the initialisation that was left out
+    found: nn.Module = model
+    return found
 
 
 def _read(path: Path) -> tuple[str, dict[str, Any]]:

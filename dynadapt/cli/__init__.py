@@ -10,6 +10,7 @@ from rich.console import Console
 from dynadapt.cli._demo import demo
 from dynadapt.cli._env import env
 from dynadapt.cli._plan import plan
+from dynadapt.cli._show import show
 from dynadapt.errors import DynadaptError
 
 __all__ = ["app", "main"]
@@ -28,7 +29,7 @@ def _root() -> None:
     """Moves sharded training state between frameworks and layouts."""
 
 
-for command in (demo, env, plan):
+for command in (demo, env, plan, show):
     app.command()(command)
 
 
@@ -37,7 +38,10 @@ def main() -> None:
     try:
         app()
     except DynadaptError as error:
-        Console(stderr=True).print(f"[red]error[/red] [{error.reason}] {error}", markup=True)
+        # Not as markup: a reason stands in square brackets.
+        console = Console(stderr=True)
+        console.print("error", style="red", end=" ")
+        console.print(f"[{error.reason}] {error}", markup=False, highlight=False)
         sys.exit(2)
 
 

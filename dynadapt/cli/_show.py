@@ -32,11 +32,8 @@ def show(
             "by default a small Llama-like model.",
         ),
     ] = None,
-    rules: Annotated[
-        Path | None,
-        typer.Option(
-            "--rules", help="What tp and ep cut, as JSON; by default the model's own plan."
-        ),
+    tp_plan: Annotated[
+        Path | None, typer.Option(help="JSON of name patterns to styles; default: the model's own.")
     ] = None,
     experts: Annotated[
         Literal["stacked", "listed"],

@@ -123,6 +123,7 @@ class MemoryState:
         self.aux = {item.path: item for item in aux}
         self.absent = set(absent)
         self.made: set[Key] = set()
+        self.before: tuple[Scalars, dict[str, AuxItem]] | None = None
         self.coordinate = dict(coordinate or {})
         self.mid_step = False
         self._gathered: dict[Row, torch.Tensor] = {}
@@ -272,6 +273,7 @@ class MemoryAdapter:
             for name in (spec.key.name, *spec.aliases)
         }
         state.made = state.absent & held
+        state.before = state.scalars, state.aux
         state.absent -= state.made
         for row in state.rows:
             if row.key in state.made:
@@ -289,17 +291,19 @@ class MemoryAdapter:
         """Rebuild derived copies, take scalars and aux items."""
         state = _state(x)
         agree()
-        state.made = set()
         state.rebuild()
         state.scalars = {name: dict(own) for name, own in scalars.items()}
         state.aux = dict(aux)
         return tuple(Outcome(path, "exact") for path in sorted(aux))
 
     def abandon(self, x: Any) -> None:
-        """Forget what `prepare` made."""
+        """Forget what `prepare` made, and what `finish` took."""
         state = _state(x)
         state.absent |= state.made
         state.made = set()
+        if state.before is not None:
+            state.scalars, state.aux = state.before
+            state.before = None
 
 
 def _state(x: Any) -> MemoryState:

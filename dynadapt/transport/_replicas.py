@@ -30,8 +30,13 @@ class Replicas:
         self._source, self._target, self._hosts = source, target, hosts
         self._names: dict[str, int] = {}
 
-    def senders(self, seat: int, lane: Lane, fixed: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Who sends each piece to `seat`; `fixed` (pieces,) is its holders' number in the source."""
+    def senders(
+        self, seat: int, lane: Lane, fixed: NDArray[np.int64], shift: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Who sends each piece to `seat`; `fixed` (pieces,) is its holders' number in the source.
+
+        `shift` (pieces,) is the turn of the piece's tensor.
+        """
         own, other = lane.source.geometry, lane.target.geometry
         order = self._source.order
         if len(own.replicas) == 1:
@@ -43,7 +48,7 @@ class Replicas:
         equal = self._target.order[first + other.replicas]
         before = equal[equal < seat]
         ordinal = len(before) - _count(self._fixed(lane, before), fixed)
-        turn = ordinal + first
+        turn = ordinal + first + shift
         chosen = order[fixed + own.replicas[turn % len(own.replicas)]]
         near = self._on_host(seat)
         if len(near):
@@ -55,7 +60,11 @@ class Replicas:
         return np.where(fixed == mine, seat, chosen)
 
     def receivers(
-        self, seat: int, lane: Lane, places: NDArray[np.int64]
+        self,
+        seat: int,
+        lane: Lane,
+        places: NDArray[np.int64],
+        shift: NDArray[np.int64],
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Whom `seat` serves: the piece, and the endpoint; `places` (pieces,) is where each goes."""
         own, other = lane.source.geometry, lane.target.geometry
@@ -66,7 +75,7 @@ class Replicas:
         shape = equal.shape
         needy = (self._fixed(lane, equal.reshape(-1)) != mine).reshape(shape)
         if len(own.replicas) > 1:
-            turn = np.cumsum(needy, axis=1) - 1 + places[:, None]
+            turn = np.cumsum(needy, axis=1) - 1 + (places + shift)[:, None]
             holders = self._source.order[mine + own.replicas]
             number = int(np.searchsorted(holders, seat))
             serves = turn % len(holders) == number

@@ -16,6 +16,7 @@ import numpy as np
 
 from dynadapt.errors import Finding
 from dynadapt.transport._replicas import Replicas
+from dynadapt.transport.plan import SHIFTS
 from dynadapt.vps.box import Box
 from dynadapt.vps.geometry import ragged
 from dynadapt.vps.keys import itemsize, wire_dtype
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from dynadapt.transport.plan import Match, Options
-    from dynadapt.vps.geometry import Flats, Pieces
+    from dynadapt.vps.geometry import Flats
     from dynadapt.vps.keys import KeySpec
     from dynadapt.vps.mesh_layout import MeshLayout, Stack
 
@@ -226,37 +227,58 @@ def factored_plan(
     findings: list[Finding] = []
     minimum = 0
     for lane in over:
-        if there is not None:
-            for part in _parts(lane, there, incoming=True):
-                block, lost = _receive(seat, there, part, replicas)
-                receives.append(block)
-                findings += lost
-                minimum += _missing(here, there, part)
-        if here is not None:
-            for part in _parts(lane, here, incoming=False):
-                block = _send(seat, here, part, replicas)
-                if len(block.peer):
-                    sends.append(block)
+        if there is not None and (part := _part(lane, there, incoming=True)) is not None:
+            pieces = _pieces(part, there)
+            peer = replicas.senders(seat, lane, pieces.place, pieces.shift)
+            receives += _blocks(part, pieces, np.arange(len(peer)), peer)
+            findings += _unserved(part, pieces, seat)
+            minimum += _missing(here, there, part)
+        if here is not None and (part := _part(lane, here, incoming=False)) is not None:
+            pieces = _pieces(part, here)
+            number, peer = replicas.receivers(seat, lane, pieces.place, pieces.shift)
+            sends += _blocks(part, pieces, number, peer)
     return FactoredPlan(seat, tuple(receives), tuple(sends), minimum, tuple(findings))
 
 
 class _Part(NamedTuple):
-    """Members of a lane with the same pins on both sides; offsets None where all boxes are alike."""
+    """The members of a lane that one place holds on one side.
+
+    `group` (members,) numbers those with the same pin on the other side and the same turn among
+    replicas; `pins` and `shifts` are those of each group. Flats are None where a side has none.
+    """
 
     lane: Lane
+    incoming: bool
     members: NDArray[np.int64]
-    source_pin: int
-    target_pin: int
+    group: NDArray[np.int64]
+    pins: NDArray[np.int64]
+    shifts: NDArray[np.int64]
     source_flats: Flats | None
     target_flats: Flats | None
 
     @property
     def alike(self) -> bool:
+        """Whether all members have the same boxes on both sides."""
         return self.source_flats is None and self.target_flats is None
 
 
-def _parts(lane: Lane, place: int, incoming: bool) -> Iterator[_Part]:
-    """The members that a place holds in the target (`incoming`) or the source, by the other side's pin."""
+class _Pieces(NamedTuple):
+    """What a place holds of a part, cut where the other side's holders change.
+
+    `tensor` (pieces,) is the member's number, or where all are alike the group's; `place` is the other
+    side's number of what holds the piece; `asked` elements the place holds, all members together.
+    """
+
+    tensor: NDArray[np.int64]
+    lo: NDArray[np.int64]
+    hi: NDArray[np.int64]
+    place: NDArray[np.int64]
+    shift: NDArray[np.int64]
+    asked: int
+
+
+def _part(lane: Lane, place: int, incoming: bool) -> _Part | None:
+    """The members that a place holds in the target (`incoming`) or the source."""
     source, target = lane.source, lane.target
     mine, other = (target, source) if incoming else (source, target)
     picked = [lane.source_members, lane.target_members]
@@ -264,98 +286,102 @@ def _parts(lane: Lane, place: int, incoming: bool) -> Iterator[_Part]:
     pins = mine.pins if own_of is None else mine.pins[own_of]
     at = np.flatnonzero(pins == mine.geometry.pinned(place))
     if not len(at):
-        return
-    others = at if other_of is None else other_of[at]
-    other_pins = other.pins[others]
-    kinds = [int(other_pins[0])]
-    if other_pins.min() != other_pins.max():
-        kinds = np.unique(other_pins).tolist()
-    own_pin = int(pins[at[0]])
-    for pin in kinds:
-        chosen = at if len(kinds) == 1 else at[other_pins == pin]
-        in_source = chosen if picked[0] is None else picked[0][chosen]
-        in_target = chosen if picked[1] is None else picked[1][chosen]
-        yield _Part(
-            lane,
-            in_target,
-            pin if incoming else own_pin,
-            own_pin if incoming else pin,
-            None if source.flats is None else source.flats.take(in_source),
-            None if target.flats is None else target.flats.take(in_target),
-        )
-
-
-def _queries(
-    stack: Stack, place: int, flats: Flats | None, part: _Part
-) -> tuple[NDArray[np.int64] | None, NDArray[np.int64], NDArray[np.int64]]:
-    """What a place holds of a part: which tensor (None where all are alike), and the boxes."""
-    held = stack.geometry.held(place, flats, 1 if part.alike else len(part.members))
-    return None if part.alike else held.query, held.lo, held.hi
-
-
-def _meet(
-    stack: Stack,
-    flats: Flats | None,
-    tensor: NDArray[np.int64] | None,
-    lo: NDArray[np.int64],
-    hi: NDArray[np.int64],
-) -> Pieces:
-    return stack.geometry.meet(
-        lo, hi, None if flats is None or tensor is None else flats.take(tensor)
+        return None
+    in_source, in_target = (at if of is None else of[at] for of in picked)
+    pins = other.pins[at if other_of is None else other_of[at]]
+    shifts = np.zeros(len(at), np.int64)
+    if len(source.geometry.replicas) > 1:
+        shifts = target.orders[in_target] % SHIFTS
+    kinds, group = np.unique(pins * SHIFTS + shifts, return_inverse=True)
+    return _Part(
+        lane,
+        incoming,
+        in_target,
+        group,
+        kinds // SHIFTS,
+        kinds % SHIFTS,
+        None if source.flats is None else source.flats.take(in_source),
+        None if target.flats is None else target.flats.take(in_target),
     )
 
 
-def _receive(seat: int, place: int, part: _Part, replicas: Replicas) -> tuple[Block, list[Finding]]:
+def _pieces(part: _Part, place: int) -> _Pieces:
+    """Geometry is done once for members that are alike, and then repeated for each group."""
     lane = part.lane
-    tensor, lo, hi = _queries(lane.target, place, part.target_flats, part)
-    found = _meet(lane.source, part.source_flats, tensor, lo, hi)
-    low = np.maximum(found.lo, lo[found.query])
-    high = np.minimum(found.hi, hi[found.query])
-    peer = replicas.senders(seat, lane, found.place + part.source_pin)
-    which = None if tensor is None else tensor[found.query]
-    block = Block(lane, part.members, which, low, high, peer)
-    wanted = int(np.prod(hi - lo, axis=1).sum())
-    served = int(block.volumes.sum())
-    return block, [_unserved(block, wanted, served, seat)] if wanted != served else []
+    sides = [(lane.source, part.source_flats), (lane.target, part.target_flats)]
+    (mine, own), (other, others) = reversed(sides) if part.incoming else sides
+    held = mine.geometry.held(place, own, 1 if part.alike else len(part.members))
+    flats = None if others is None else others.take(held.query)
+    found = other.geometry.meet(held.lo, held.hi, flats)
+    low = np.maximum(found.lo, held.lo[found.query])
+    high = np.minimum(found.hi, held.hi[found.query])
+    asked = int(np.prod(held.hi - held.lo, axis=1).sum())
+    if not part.alike:
+        tensor = held.query[found.query]
+        group = part.group[tensor]
+        where = found.place + part.pins[group]
+        return _Pieces(tensor, low, high, where, part.shifts[group], asked)
+    count, groups = len(low), len(part.pins)
+    group = np.repeat(np.arange(groups), count)
+    return _Pieces(
+        group,
+        np.tile(low, (groups, 1)),
+        np.tile(high, (groups, 1)),
+        np.tile(found.place, groups) + part.pins[group],
+        part.shifts[group],
+        asked * groups,
+    )
 
 
-def _unserved(block: Block, wanted: int, served: int, seat: int) -> Finding:
-    name = str(block.lane.states[0][0][int(block.members[0])].key)
-    more = f" and {len(block.members) - 1} more" if len(block.members) > 1 else ""
-    return Finding(
+def _blocks(
+    part: _Part, pieces: _Pieces, chosen: NDArray[np.int64], peer: NDArray[np.int64]
+) -> Iterator[Block]:
+    """The chosen pieces with their peers: one block, or one for each group of members alike."""
+    if not len(chosen):
+        return
+    tensor, lo, hi = pieces.tensor[chosen], pieces.lo[chosen], pieces.hi[chosen]
+    if not part.alike:
+        yield Block(part.lane, part.members, tensor, lo, hi, peer)
+        return
+    borders = np.flatnonzero(np.diff(tensor)) + 1  # pieces of a group stand together
+    for start, stop in zip([0, *borders.tolist()], [*borders.tolist(), len(tensor)], strict=True):
+        members = part.members[part.group == tensor[start]]
+        cut = slice(start, stop)
+        yield Block(part.lane, members, None, lo[cut], hi[cut], peer[cut])
+
+
+def _unserved(part: _Part, pieces: _Pieces, seat: int) -> Iterator[Finding]:
+    served = int(np.prod(pieces.hi - pieces.lo, axis=1).sum())
+    if served == pieces.asked:
+        return
+    name = str(part.lane.states[0][0][int(part.members[0])].key)
+    more = f" and {len(part.members) - 1} more" if len(part.members) > 1 else ""
+    yield Finding(
         "uncovered",
         f"{name}{more}",
-        f"the source holds {served} of the {wanted} elements that endpoint {seat} needs",
+        f"the source holds {served} of the {pieces.asked} elements that endpoint {seat} needs",
         "the source is incomplete: a rank or file of it is missing",
     )
-
-
-def _send(seat: int, place: int, part: _Part, replicas: Replicas) -> Block:
-    lane = part.lane
-    tensor, lo, hi = _queries(lane.source, place, part.source_flats, part)
-    found = _meet(lane.target, part.target_flats, tensor, lo, hi)
-    piece, peer = replicas.receivers(seat, lane, found.place + part.target_pin)
-    query = found.query[piece]
-    low = np.maximum(found.lo[piece], lo[query])
-    high = np.minimum(found.hi[piece], hi[query])
-    which = None if tensor is None else tensor[query]
-    return Block(lane, part.members, which, low, high, peer)
 
 
 def _missing(here: int | None, there: int, part: _Part) -> int:
     """Bytes of a part that a place of the target needs and its seat does not hold in the source."""
     lane = part.lane
-    tensor, lo, hi = _queries(lane.target, there, part.target_flats, part)
-    times = (len(part.members) if part.alike else 1) * lane.bytes_per_element
-    total = int(np.prod(hi - lo, axis=1).sum())
-    if here is None or part.source_pin != lane.source.geometry.pinned(here):
-        return total * times
-    other, low, high = _queries(lane.source, here, part.source_flats, part)
-    if tensor is None or other is None:
-        own, theirs = (each.reshape(-1) for each in np.indices((len(lo), len(low))))
-    else:  # boxes of one tensor stand together on both sides
-        counts = np.bincount(other, minlength=len(part.members))
-        own, number = ragged(counts[tensor])
-        theirs = (np.cumsum(counts) - counts)[tensor[own]] + number
-    common = np.minimum(hi[own], high[theirs]) - np.maximum(lo[own], low[theirs])
-    return (total - int(np.prod(np.maximum(common, 0), axis=1).sum())) * times
+    count = 1 if part.alike else len(part.members)
+    needs = lane.target.geometry.held(there, part.target_flats, count)
+    total = int(np.prod(needs.hi - needs.lo, axis=1).sum())
+    total *= len(part.members) if part.alike else 1
+    if here is None:
+        return total * lane.bytes_per_element
+    has = lane.source.geometry.held(here, part.source_flats, count)
+    counts = np.bincount(has.query, minlength=count)  # boxes of one tensor stand together
+    own, number = ragged(counts[needs.query])
+    theirs = (np.cumsum(counts) - counts)[needs.query[own]] + number
+    common = np.minimum(needs.hi[own], has.hi[theirs]) - np.maximum(needs.lo[own], has.lo[theirs])
+    common = np.prod(np.maximum(common, 0), axis=1)
+    pinned = part.pins[part.group] == lane.source.geometry.pinned(here)
+    if part.alike:
+        total -= int(common.sum()) * int(pinned.sum())
+    else:
+        total -= int(common[pinned[needs.query[own]]].sum())
+    return total * lane.bytes_per_element

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from dynadapt.vps.box import Box
     from dynadapt.vps.keys import Key, KeySpec
 
-__all__ = ["EvenHosts", "Match", "Move", "Options", "Pair", "SeatPlan"]
+__all__ = ["SHIFTS", "EvenHosts", "Match", "Move", "Options", "Pair", "SeatPlan"]
+
+SHIFTS = 17
+"""Tensors take turns among replicas by their order modulo this: a prime, so that layers do not repeat it."""
 
 Narrow = Literal["if-exact", "allow", "refuse"]
 

@@ -3,8 +3,8 @@
 For every target row the source's holders are refined into cells; each cell has one source, chosen by a
 rule that any seat can evaluate alone: the target itself if it holds the cell (resident), else a holder
 on the target's host, else holder number (ordinal of the target among the targets that want the same
-box, plus a rotation by target) modulo the holders. A sender evaluates the same rule for the target rows
-that overlap its own rows, so both ends have the same list without a message.
+box, plus a rotation by target and by tensor) modulo the holders. A sender evaluates the same rule for
+the target rows that overlap its own rows, so both ends have the same list without a message.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from dynadapt.errors import Finding
 from dynadapt.transport.factored import factored_plan, lanes_of_match
-from dynadapt.transport.plan import Match, Move, Options, SeatPlan, canonical
+from dynadapt.transport.plan import SHIFTS, Match, Move, Options, SeatPlan, canonical
 from dynadapt.vps.box import atoms
 from dynadapt.vps.keys import itemsize
 from dynadapt.vps.mesh_layout import MeshLayout
@@ -178,16 +178,16 @@ class _Chooser:
                 if equal is None:
                     wanted = self._target.holders(pair.target.key, box)
                     equal = sorted({h.endpoint for h in wanted if h.box == box})
-                chosen = self._choose(holders, target, equal)
+                chosen = self._choose(holders, target, equal, pair.target.order % SHIFTS)
             if sender in {None, chosen}:
                 yield Move(pair.target.key, cell, chosen, target, wire)
 
-    def _choose(self, holders: tuple[int, ...], target: int, equal: list[int]) -> int:
+    def _choose(self, holders: tuple[int, ...], target: int, equal: list[int], shift: int) -> int:
         hosts = self._options.hosts
         host = hosts.get(target)
         near = [h for h in holders if host is not None and hosts.get(h) == host] or list(holders)
         needy = [endpoint for endpoint in equal if endpoint not in holders]
-        return near[(needy.index(target) + self._position[equal[0]]) % len(near)]
+        return near[(needy.index(target) + self._position[equal[0]] + shift) % len(near)]
 
     def missing(self, pair: Pair, box: Box, target: int) -> int:
         """Elements of `box` that `target` does not hold in the source and a seat must send.

@@ -77,11 +77,12 @@ def spread_of(source: NDArray[np.int64], target: NDArray[np.int64]) -> NDArray[n
     >>> bool((spread_of(np.arange(9), np.arange(9)) < 1 << 20).all())
     True
     """
-    mixed = source.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed: NDArray[np.uint64] = source.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     mixed += target.astype(np.uint64) * np.uint64(0xC2B2AE3D27D4EB4F)
     mixed ^= mixed >> np.uint64(32)
     mixed *= np.uint64(0xD6E8FEB86659FD93)
-    return (mixed >> np.uint64(64 - SPREAD_BITS)).astype(np.int64)
+    found: NDArray[np.int64] = (mixed >> np.uint64(64 - SPREAD_BITS)).astype(np.int64)
+    return found
 
 
 def load(plan: SeatPlan) -> int:

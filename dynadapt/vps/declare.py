@@ -61,8 +61,8 @@ def declare(
     """
     if isinstance(spec, str):
         spec = LayoutSpec.parse(spec)
+    _check_options(spec)
     if "dtype" in spec.options:
-        itemsize(spec.options["dtype"])
         states = [State(state.slot, spec.options["dtype"]) for state in states]
     made = _Declared(spec, model, rules or TpRules({}), groups, units)
     stacks = [
@@ -80,6 +80,31 @@ def declare(
     if made.findings:
         raise Refused(made.findings)
     return MeshLayout.of_stacks(spec.axes, stacks, endpoints)
+
+
+def _check_options(spec: LayoutSpec) -> None:
+    """Raise for every option whose value means nothing, used or not."""
+    findings: list[Finding] = []
+    for name, check in (
+        ("dtype", spec.dtype),
+        ("compute", spec.dtype),
+        ("round_robin", spec.flag),
+        ("orig", spec.flag),
+        ("pad_vocab", spec.number),
+        ("sub_group_size", spec.number),
+    ):
+        try:
+            if name in spec.options:
+                check(name)
+        except Refused as error:
+            findings += error.findings
+    if spec.options.get("groups", "1") not in {"1", "decay"}:
+        cause = (
+            f"groups={spec.options['groups']} is neither 1 nor decay; pass other groups as globs"
+        )
+        findings.append(Finding("bad-spec", str(spec), cause))
+    if findings:
+        raise Refused(findings)
 
 
 class _Cutting(NamedTuple):
@@ -159,14 +184,20 @@ class _Declared:
             pins += owner * strides["ep"]
         local, even, padded = list(family.shape), True, False
         name = family.name(0)
-        for cut in self.rules.cuts(name, len(family.shape)):
+        cuts = self.rules.cuts(name, len(family.shape))
+        if (
+            len(family) > 1
+            and self.rules.cuts(family.name(len(family) - 1), len(family.shape)) != cuts
+        ):
+            self._find(family, "the rules cut its first and its last member differently")
+        for cut in cuts:
             ways, size = axes.get(cut.axis, 1), family.shape[cut.dim]
             if ways == 1 or (cut.axis == "ep" and listed):
                 continue
             if size % cut.blocks:
                 self._find(family, f"dim {cut.dim} is not {cut.blocks} equal blocks")
                 continue
-            head = self._head(name) if cut.dim == 0 and cut.blocks == 1 else 1
+            head = self._head(name) if cut.heads else 1
             copies = _copies(size, head, ways)
             multiple = self.spec.number("pad_vocab", 1) if cut.vocab else 1
             shard = Shard(cut.axis, cut.dim, head if copies > 1 else multiple, cut.blocks, copies)
@@ -221,9 +252,6 @@ class _Declared:
         globs = self.groups
         if self.spec.options.get("groups") == "decay":  # the usual two: matrices, and all else
             sorts = [np.full(len(f), int(len(f.shape) < 2)) for f in self.model.families]
-        elif "groups" in self.spec.options and self.spec.options["groups"] != "1":
-            self._wrong("groups", "is neither 1 nor decay; pass other groups as globs")
-            sorts = [np.zeros(len(f), np.int64) for f in self.model.families]
         else:
             sorts = [
                 _numbered(f, lambda name: _group(name, globs), globs) for f in self.model.families
@@ -235,8 +263,8 @@ class _Declared:
 
     def _in_units(self) -> Iterator[_Data]:
         """FSDP1: the tensors of one wrapped module share a flat."""
-        aligned = self.spec.options.get("orig", "true") == "true"
-        size = itemsize(self.spec.options.get("compute", "float32"))
+        aligned = self.spec.flag("orig", default=True)
+        size = itemsize(self.spec.dtype("compute", "float32"))
         known: dict[str, int] = {"": 0}
 
         def unit(name: str) -> int:
@@ -310,9 +338,6 @@ class _Declared:
         fix = "choose other sizes, or tp rules that leave it whole"
         where = f"{family.name(0)} {list(family.shape)}"
         self.findings.append(Finding("not-declarable", where, f"under {self.spec}: {cause}", fix))
-
-    def _wrong(self, option: str, cause: str) -> None:
-        self.findings.append(Finding("bad-spec", str(self.spec), f"{option}= {cause}"))
 
 
 def _copies(size: int, head: int, ways: int) -> int:

@@ -85,7 +85,9 @@ def zero_group(
     then 1, ways + 1, ...; the cut stays even, so a tensor need not lie on "its" rank.
 
     Frozen tensors must be left out; those without elements are skipped here (DeepSpeed does not
-    count them when it deals round-robin) and get offset 0.
+    count them when it deals round-robin) and get offset 0. DeepSpeed drops param groups without
+    tensors, so that later ones change their number; a group of frozen ones alone makes it fail, as
+    does any tensor without dims.
 
     DeepSpeed: `DeepSpeedZeroOptimizer.__init__`, `_round_robin_reorder` and
     `flatten_dense_tensors_aligned` in runtime/zero/stage_1_and_2.py, `align_dense_tensors` in
@@ -173,7 +175,8 @@ def fsdp1_unit(numels: ArrayLike, ways: int, *, itemsize: int, aligned: bool) ->
     `aligned` is `use_orig_params`: each tensor starts at a multiple of 16 bytes in the dtype that the
     forward uses, so `itemsize` is that of `MixedPrecision.param_dtype` (of the parameters if None),
     though the flat itself has the parameters' own dtype. `ways` is 1 for `NO_SHARD`, and one node's
-    ranks for the hybrid strategies.
+    ranks for the hybrid strategies. Padding between tensors is filled with 42, that of a short piece
+    with zeros.
 
     A piece is the longest part of `torch.chunk`, hence `ceil(total / ways)`: the last ranks may hold
     less, or only padding. With `aligned` the total was padded up to the ranks; the piece is the same.

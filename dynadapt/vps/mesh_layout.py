@@ -48,6 +48,12 @@ class Stack:
     def __len__(self) -> int:
         return len(self.pins)
 
+    @cached_property
+    def orders(self) -> NDArray[np.int64]:
+        """(tensors,) int64: their places in the whole model's `named_parameters()`."""
+        own = getattr(self.specs[0], "orders", None)
+        return np.array([spec.order for spec in self.specs[0]]) if own is None else own
+
     def text(self) -> str:
         """All that decides where the elements lie, as text."""
         columns = (self.pins, *(self.flats or ()))

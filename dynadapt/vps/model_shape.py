@@ -109,6 +109,11 @@ class FamilySpecs(Sequence[KeySpec]):
     state: State
 
     @property
+    def orders(self) -> NDArray[np.int64]:
+        """The members' places in `named_parameters()`."""
+        return self.family.orders
+
+    @property
     def dtype(self) -> str:
         """The dtype of this state."""
         return self.state.dtype or self.family.dtype

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from dynadapt.errors import Finding, Refused
+from dynadapt.vps.keys import ITEMSIZE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -45,7 +46,7 @@ OPTIONS: Mapping[str, frozenset[str]] = MappingProxyType(
         "zero1": _ALL | {"groups", "round_robin"},
         "zero2": _ALL | {"groups", "round_robin"},
         "zero3": _ALL | {"groups", "sub_group_size"},
-        "fsdp1": _ALL | {"units", "orig", "compute"},
+        "fsdp1": _ALL | {"orig", "compute"},
         "fsdp2": _ALL,
         "hsdp": _ALL,
     }
@@ -110,14 +111,21 @@ class LayoutSpec:
         """Places along an axis; 1 for one that is not there."""
         return self.axes.get(axis, 1)
 
-    def flag(self, name: str) -> bool:
+    def flag(self, name: str, default: bool = False) -> bool:
         """Whether an option is `true`; raises `Refused` for anything but true and false."""
-        value = self.options.get(name, "false")
+        value = self.options.get(name, str(default).lower())
         if value not in {"true", "false"}:
             raise Refused([_bad(str(self), f"{name}={value} is neither true nor false")])
         return value == "true"
 
-    def number(self, name: str, default: int) -> int:
+    def dtype(self, name: str, default: str = "") -> str:
+        """An option that is a dtype's name, as torch has it without the prefix."""
+        value = self.options.get(name, default)
+        if value and value not in ITEMSIZE:
+            raise Refused([_bad(str(self), f"{name}={value} is no dtype{_near(value, ITEMSIZE)}")])
+        return value
+
+    def number(self, name: str, default: int = 1) -> int:
         """An option that is a number of at least 1."""
         value = self.options.get(name)
         if value is None:

@@ -23,12 +23,16 @@ __all__ = ["STYLES", "Cut", "TpRules", "read_rules"]
 
 
 class Cut(NamedTuple):
-    """What a style does to a tensor: the dim, the blocks in it, over which axis, padded or not."""
+    """What a style does to a tensor: the dim, the blocks in it, over which axis.
+
+    `vocab`: parts may be padded. `heads`: whole heads are dealt, and shared where there are too few.
+    """
 
     dim: int
     blocks: int = 1
     axis: str = "tp"
     vocab: bool = False
+    heads: bool = False
 
 
 _COLUMN = ("colwise", "colwise_rep", "colwise_gather_output")
@@ -46,7 +50,9 @@ _WHOLE = (
     "mla_kv_a_proj",
 )
 
-#: The styles that are understood; `vocab` is a column cut whose parts may be padded (`pad_vocab=`).
+#: The styles that are understood. Beside Hugging Face's: `vocab` is a column cut whose parts may be
+#: padded (`pad_vocab=`), `heads` one of whole attention heads, which neighbours share where `tp` exceeds
+#: them; the sizes of heads come from the model.
 STYLES = frozenset(
     (
         *_COLUMN,
@@ -58,6 +64,7 @@ STYLES = frozenset(
         "embedding_colwise",
         "grouped_gemm",
         "vocab",
+        "heads",
     )
 )
 
@@ -71,7 +78,7 @@ class TpRules:
 
     >>> rules = TpRules({"layers.*.q_proj": "colwise", "layers.*.o_proj": "rowwise"})
     >>> rules.cuts("model.layers.3.q_proj.weight", 2), rules.cuts("model.layers.3.o_proj.bias", 1)
-    ((Cut(dim=0, blocks=1, axis='tp', vocab=False),), ())
+    ((Cut(dim=0, blocks=1, axis='tp', vocab=False, heads=False),), ())
     """
 
     styles: Mapping[str, str]
@@ -137,8 +144,8 @@ def _cut(style: str, ndim: int, bias: bool) -> Cut | None:
         return None
     if style == "grouped_gemm":
         return Cut(0, axis="ep")
-    if style in {"embedding_rowwise", "vocab"}:
-        return Cut(0, vocab=style == "vocab")
+    if style in {"embedding_rowwise", "vocab", "heads"}:
+        return Cut(0, vocab=style == "vocab", heads=style == "heads")
     if style in {"embedding_colwise", *_ROW}:
         return Cut(ndim - 1)
     if style == "packed_rowwise":

@@ -44,7 +44,7 @@ def by_elements(
                 wanting.setdefault(row.box, []).append(endpoint)
         for box, equal in wanting.items():
             equal = sorted(equal)
-            first = target.endpoints.index(equal[0])
+            first = target.endpoints.index(equal[0]) + target.by_name[key].order % 17
             # elements that the same seats hold have the same answer
             inside = held[(slice(None), *window(box))].reshape(len(held), -1)
             columns, which = np.unique(inside, axis=1, return_inverse=True)

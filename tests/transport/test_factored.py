@@ -118,7 +118,8 @@ def _twin_moe(layers: int = 3, experts: int = 4) -> ModelShape:
 
 RULES = TpRules(
     {
-        **dict.fromkeys(["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"], "colwise"),
+        **dict.fromkeys(["q_proj", "gate_proj", "up_proj"], "colwise"),
+        **dict.fromkeys(["k_proj", "v_proj"], "heads"),
         **dict.fromkeys(["o_proj", "down_proj"], "rowwise"),
         **dict.fromkeys(["embed", "head"], "vocab"),
     }

@@ -28,7 +28,7 @@ RULES = TpRules(
         "embed": "vocab",
         "head": "vocab",
         "layers.*.q": "colwise",
-        "layers.*.k": "colwise",
+        "layers.*.k": "heads",
         "layers.*.o": "rowwise",
         "layers.*.up": "colwise",
         "layers.*.down": "rowwise",
@@ -229,11 +229,22 @@ def test_frozen_tensors_have_no_state_and_no_place_in_the_optimizers_flat() -> N
         ("fsdp2:dp=2,tp=2", {"w": "packed_colwise"}, "dim 0 has blocks"),
         ("ddp:tp=2", {"x": "packed_colwise"}, "is not 2 equal blocks"),
         ("zero1:dp=2,groups=three", {}, "neither 1 nor decay"),
+        ("fsdp1:dp=2,orig=x,compute=half", {}, "compute=half is no dtype(.|\n)*orig=x is neither"),
+        ("ddp:dp=2,dtype=half,pad_vocab=0", {}, "dtype=half is no dtype(.|\n)*pad_vocab=0"),
+        ("zero3:dp=2,sub_group_size=x", {}, "sub_group_size=x"),
+        ("ddp:tp=2", {"layers.0.y": "colwise"}, "first and its last member differently"),
         ("ddp:pp=2,stages=1-1", {}, "stages=1-1"),
     ],
 )
 def test_what_cannot_be_declared_is_named(spec: str, rules: dict[str, str], cause: str) -> None:
-    shape = ModelShape.of([Named("w", (6, 4)), Named("x", (3, 4)), Named("layers.0.y", (2,))])
+    shape = ModelShape.of(
+        [
+            Named("w", (6, 4)),
+            Named("x", (3, 4)),
+            Named("layers.0.y", (2,)),
+            Named("layers.1.y", (2,)),
+        ]
+    )
     with pytest.raises(Refused, match=cause):
         declare(spec, shape, TpRules(rules))
 
