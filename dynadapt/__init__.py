@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dynadapt.api import describe, fingerprint, migrate, plan
+    from dynadapt.api import declare, describe, fingerprint, migrate, plan, simulate
     from dynadapt.errors import DynadaptError, Finding, MigrationAborted, Refused
     from dynadapt.protocols import TrainState
 
@@ -19,10 +19,12 @@ __all__ = [
     "Refused",
     "TrainState",
     "__version__",
+    "declare",
     "describe",
     "fingerprint",
     "migrate",
     "plan",
+    "simulate",
 ]
 
 __version__ = "0.1.0"
@@ -33,10 +35,12 @@ _HOMES = {
     "MigrationAborted": "dynadapt.errors",
     "Refused": "dynadapt.errors",
     "TrainState": "dynadapt.protocols",
+    "declare": "dynadapt.api",
     "describe": "dynadapt.api",
     "fingerprint": "dynadapt.api",
     "migrate": "dynadapt.api",
     "plan": "dynadapt.api",
+    "simulate": "dynadapt.api",
 }
 
 

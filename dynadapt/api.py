@@ -1,11 +1,15 @@
-"""The library's functions: describe, plan, migrate, fingerprint. All ranks of a job call each.
+"""The library's functions.
 
-`x` is a DeepSpeed engine, a module, or a `TrainState`. Without an explicit `session` the ranks of
+`describe`, `plan`, `migrate` and `fingerprint` are of live states: all ranks of a job call each. `x` is a
+DeepSpeed engine, a module, or a `TrainState`. Without an explicit `session` the ranks of
 torch.distributed's default group take part, or this process alone if there is none.
+
+`declare` and `simulate` are of layouts that need not exist: any one process calls them.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,13 +24,21 @@ from dynadapt.transport.control import Timeouts
 from dynadapt.vps.box import Box
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
+    from pathlib import Path
+
+    from torch import nn
 
     from dynadapt.elastic.outcome import MigrationReport
     from dynadapt.elastic.side import Side
     from dynadapt.elastic.worlds import Session
+    from dynadapt.transport.simulate import Cluster, Simulation
+    from dynadapt.vps.mesh_layout import MeshLayout
+    from dynadapt.vps.model_shape import ModelShape
+    from dynadapt.vps.model_shape import State as Slot
+    from dynadapt.vps.tp_rules import TpRules
 
-__all__ = ["describe", "fingerprint", "migrate", "plan"]
+__all__ = ["declare", "describe", "fingerprint", "migrate", "plan", "simulate"]
 
 
 def _state(x: Any) -> Any:
@@ -180,3 +192,76 @@ def fingerprint(x: Any, *, timeout: float | None = None, session: Session | None
     """
     settings = _settings(timeout=timeout)
     return fingerprint_of(session or current_session(), _state(x), settings)
+
+
+def declare(
+    spec: str,
+    model: ModelShape | nn.Module | str | Path,
+    rules: TpRules | None = None,
+    *,
+    states: Sequence[Slot] | None = None,
+    groups: Sequence[Sequence[str]] = (),
+    units: Sequence[str] = (),
+) -> MeshLayout:
+    """Who would hold what of a model under a layout, e.g. `zero3:dp=8` or `ddp:dp=2,tp=2`.
+
+    `model` is a module (on the meta device, too), a Hugging Face folder or config.json, a JSON listing of
+    tensors, or a `ModelShape`. `rules` say what `tp` and `ep` cut; by default those of the model's own
+    config. `states` are the slots of a trainable parameter, by default AdamW's with fp32 masters.
+    `groups` are the optimizer's param groups and `units` FSDP1's wrapped modules, as globs.
+
+    Raises `Refused` with everything that is wrong with the spec, or that cannot be placed so.
+
+    >>> import torch
+    >>> layout = declare("ddp:dp=2", torch.nn.Linear(3, 2))
+    >>> [str(row.box) for row in layout.rows(1) if row.key == ("weight", "param")]
+    ['[0:2,0:3]']
+    """
+    from dynadapt.vps.declare import declare as declared
+    from dynadapt.vps.model_shape import ADAMW
+
+    shape, own = _shape(model)
+    slots = ADAMW if states is None else states
+    rules = own if rules is None else rules
+    return declared(spec, shape, rules, states=slots, groups=groups, units=units)
+
+
+def simulate(
+    source: str,
+    target: str,
+    model: ModelShape | nn.Module | str | Path,
+    links: str | Cluster = "h100",
+    *,
+    rules: TpRules | None = None,
+    states: Sequence[Slot] | None = None,
+    budget: int = 1 << 30,
+) -> Simulation:
+    """Seconds, lower bound, busiest link and peak memory of a change between two layouts of a model.
+
+    `links` names a cluster of `dynadapt.transport.simulate.CLUSTERS`; `budget` is the staging bytes of one
+    rank. The rest is as for `declare`. Raises `Refused` as `declare`, and `DynadaptError` (reason
+    `unknown-cluster`).
+
+    >>> import torch
+    >>> simulate("ddp:dp=4", "zero3:dp=4", torch.nn.Linear(3, 2)).seconds
+    0.0
+    """
+    from dynadapt.transport import simulate as simulator
+
+    shape, own = _shape(model)
+    rules = own if rules is None else rules
+    layouts = [declare(spec, shape, rules, states=states) for spec in (source, target)]
+    return simulator.simulate(layouts[0], layouts[1], links, budget=budget)
+
+
+def _shape(model: ModelShape | nn.Module | str | Path) -> tuple[ModelShape, TpRules]:
+    from dynadapt.adapters import model_shapes
+    from dynadapt.vps.model_shape import ModelShape
+    from dynadapt.vps.tp_rules import TpRules
+
+    if isinstance(model, ModelShape):
+        return model, TpRules({})
+    if isinstance(model, str | os.PathLike):
+        found = model_shapes.read_model(model)
+        return found.model, found.rules
+    return model_shapes.of_module(model), TpRules({})

@@ -38,10 +38,12 @@ def test_public_names() -> None:
         "Refused",
         "TrainState",
         "__version__",
+        "declare",
         "describe",
         "fingerprint",
         "migrate",
         "plan",
+        "simulate",
     ]
     assert all(hasattr(dynadapt, name) for name in dynadapt.__all__)
 

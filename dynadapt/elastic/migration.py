@@ -36,7 +36,7 @@ from dynadapt.transport.certify import Wanted, count
 from dynadapt.transport.executor import Moved, execute, staging_bytes
 from dynadapt.transport.match import match
 from dynadapt.transport.plan import Options
-from dynadapt.transport.planner import plan_for
+from dynadapt.transport.planner import plan_for, remembered_plan
 from dynadapt.transport.schedule import chunks, finer, load, slicing
 from dynadapt.vps import cover
 
@@ -309,7 +309,8 @@ class _Migration:
         for path, note in self.matched.notes:
             self.outcomes.append(Outcome(path, "derived", note))
         self.options = replace(self.options, first_only=self.count_source())
-        self.seat_plan = plan_for(self.session.seat, source, target, self.matched, self.options)
+        seat = self.session.seat
+        self.seat_plan = remembered_plan(seat, source, target, self.matched, self.options)
         refuse(self.seat_plan.findings)
         self.chunk_list = self.cut_chunks(settings.budget)
         self.check_memory("staging", "staging", staging_bytes(self.chunk_list))

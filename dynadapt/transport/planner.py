@@ -10,6 +10,7 @@ the target rows that overlap its own rows, so both ends have the same list witho
 from __future__ import annotations
 
 import zlib
+from collections import OrderedDict
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
     from dynadapt.vps.keys import Key
     from dynadapt.vps.layout import Holder, Layout
 
-__all__ = ["plan_for"]
+__all__ = ["plan_for", "remembered_plan"]
+
+REMEMBERED = 16
+"""Plans kept: a job that goes to and fro between layouts asks for the same ones."""
 
 
 def plan_for(
@@ -70,6 +74,26 @@ def plan_for(
     shapes = {pair.target.key: pair.target.shape for pair in matched.pairs}
     ordered = sorted(moves, key=lambda move: canonical(move, shapes))
     return SeatPlan(seat, tuple(ordered), tuple(fills), minimum, tuple(findings))
+
+
+_plans: OrderedDict[tuple[int, str, str, str], SeatPlan] = OrderedDict()
+
+
+def remembered_plan(
+    seat: int, source: Layout, target: Layout, matched: Match, options: Options
+) -> SeatPlan:
+    """`plan_for`, computed once for equal layouts and options, told by their digests.
+
+    `matched` has to be `match` of the layouts' keys under the options, as everywhere.
+    """
+    at = (seat, source.digest(), target.digest(), options.digest())
+    found = _plans.get(at)
+    if found is None:
+        found = _plans[at] = plan_for(seat, source, target, matched, options)
+        while len(_plans) > REMEMBERED:
+            _plans.popitem(last=False)
+    _plans.move_to_end(at)
+    return found
 
 
 def _in_columns(

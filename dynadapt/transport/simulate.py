@@ -67,9 +67,10 @@ class Simulation:
     """What was simulated. Per-seat columns follow `seats`, the seats whose plans were made.
 
     `loads` is (seats, 4) bytes: near in, near out, far in, far out; `messages` (seats, 4) likewise.
-    `staging` (seats,) bytes is that of two chunks. `held` is (seats, 2): bytes of the source's and of
-    the target's rows. `pairs` is (seats, seats) bytes from row to column, None for a sample. `starts`
-    and `ends` (chunks,) are seconds, of the chunks that were followed. `moves` are the most of a seat.
+    `chunk_bytes` is (seats, chunks), both ways together. `staging` (seats,) bytes is that of two chunks.
+    `held` is (seats, 2): bytes of the source's and of the target's rows. `pairs` is (seats, seats) bytes
+    from row to column, None for a sample. `starts` and `ends` are seconds, of the first chunks, which
+    were followed. `moves` are the most of a seat.
     """
 
     cluster: Cluster
@@ -77,6 +78,7 @@ class Simulation:
     seats: NDArray[np.int64]
     loads: NDArray[np.float64]
     messages: NDArray[np.int64]
+    chunk_bytes: NDArray[np.float64]
     staging: NDArray[np.int64]
     held: NDArray[np.int64]
     resident: NDArray[np.int64]
@@ -203,30 +205,36 @@ def simulate(
         streams += [plan.by_peer(out=False), plan.by_peer(out=True)]
         if progress is not None:
             progress(number + 1, count)
-    cut, staging, slices = _cut(chosen, streams, budget)
+    cut, staging = _cut(chosen, streams, budget)
     loads, messages = np.zeros((count, 4)), np.zeros((count, 4), np.int64)
-    hosts = chosen // cluster.seats_per_host
+    chunk_bytes = np.zeros((count, cut.chunks))
+    times = np.zeros((count, 4, cut.chunks))
+    speeds, latency = _speeds(cluster), _latency(cluster)
     for number, (peers, sizes) in enumerate(streams):
-        seat, way = divmod(number, 2)
-        far = peers // cluster.seats_per_host != hosts[seat]
-        np.add.at(loads[seat], way + 2 * far, sizes)
-        np.add.at(messages[seat], way + 2 * far, slices[number])
+        at, way = divmod(number, 2)
+        far = peers // cluster.seats_per_host != chosen[at] // cluster.seats_per_host
+        whose, chunk, each = _slices(int(chosen[at]), way, (peers, sizes), cut)
+        link = way + 2 * far
+        np.add.at(loads[at], link, sizes)
+        np.add.at(messages[at], link[whose], 1)
+        np.add.at(chunk_bytes[at], chunk, each)
+        own = link[whose]
+        np.add.at(times[at], (own, chunk), each / speeds[own] + latency[own])
     pairs: NDArray[np.float64] | None = None
     if count == len(every):
         pairs = np.zeros((count, count))
-        for seat, (peers, sizes) in enumerate(streams[1::2]):
-            pairs[seat, np.searchsorted(every, peers)] = sizes
+        for at, (peers, sizes) in enumerate(streams[1::2]):
+            pairs[at, np.searchsorted(every, peers)] = sizes
         starts, ends, seconds = _followed(pairs, every, cluster, cut)
     else:
-        seconds = float((loads / _speeds(cluster) + messages * _latency(cluster)).max())
-        ends = np.linspace(0, seconds, cut.chunks + 1)[1:]
-        starts = ends - seconds / cut.chunks
+        starts, ends, seconds = _paced(times)
     return Simulation(
         cluster,
         len(every),
         chosen,
         loads,
         messages,
+        chunk_bytes,
         staging,
         held,
         other[:, 0],
@@ -281,30 +289,48 @@ def held_bytes(layout: MeshLayout, seat: int) -> int:
 _Stream = tuple["NDArray[np.int64]", "NDArray[np.int64]"]
 
 
+def _slices(
+    seat: int, way: int, streams: _Stream, cut: Slicing
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+    """All slices of a seat's streams of one way: whose stream, in which chunk, how many bytes."""
+    peers, sizes = streams
+    own = np.clip(sizes // cut.shortest, 1, cut.chunks)
+    me = np.full_like(peers, seat)
+    spread = spread_of(me, peers) if way else spread_of(peers, me)
+    whose, which = ragged(own)
+    return whose, cut.chunk_of(which, own[whose], spread[whose]), (sizes / own)[whose]
+
+
 def _cut(
     seats: NDArray[np.int64], streams: Sequence[_Stream], budget: int
-) -> tuple[Slicing, NDArray[np.int64], list[NDArray[np.int64]]]:
-    """The cut that the seats would agree on, each seat's staging, and the slices of every stream."""
+) -> tuple[Slicing, NDArray[np.int64]]:
+    """The cut that the seats would agree on, and each seat's staging."""
     both = [int(a[1].sum() + b[1].sum()) for a, b in zip(streams[::2], streams[1::2], strict=True)]
     cut = slicing(both, budget)
     while True:
         staging = np.zeros(len(seats), np.int64)
-        slices = [np.clip(sizes // cut.shortest, 1, cut.chunks) for _, sizes in streams]
-        for number, seat in enumerate(seats.tolist()):
+        for at, seat in enumerate(seats.tolist()):
             held = np.zeros(cut.chunks)
             for way in (0, 1):
-                peers, sizes = streams[2 * number + way]
-                own = slices[2 * number + way]
-                me = np.full_like(peers, seat)
-                spread = spread_of(me, peers) if way else spread_of(peers, me)
-                whose, which = ragged(own)
-                at = cut.chunk_of(which, own[whose], spread[whose])
-                held += np.bincount(at, (sizes / own)[whose], cut.chunks)
-            staging[number] = np.ceil(held.max(initial=0.0) * CHUNKS_IN_FLIGHT)
+                _, chunk, each = _slices(seat, way, streams[2 * at + way], cut)
+                held += np.bincount(chunk, each, cut.chunks)
+            staging[at] = np.ceil(held.max(initial=0.0) * CHUNKS_IN_FLIGHT)
         most = int(staging.max(initial=0))
         if most <= budget or cut.shortest == 1:
-            return cut, staging, slices
+            return cut, staging
         cut = finer(cut, most, budget)
+
+
+def _paced(
+    times: NDArray[np.float64],
+) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
+    """Chunks in twos, each two as slow as the busiest link of any seat; (seats, links, chunks) seconds."""
+    count = times.shape[2]
+    twos = np.add.reduceat(times, np.arange(0, count, CHUNKS_IN_FLIGHT), axis=2)
+    took = twos.max(axis=(0, 1), initial=0.0)
+    ends = np.cumsum(took)
+    which = np.arange(count) // CHUNKS_IN_FLIGHT
+    return (ends - took)[which], ends[which], float(ends[-1])
 
 
 def _followed(

@@ -64,6 +64,8 @@ def declare(
     _check_options(spec)
     if "dtype" in spec.options:
         states = [State(state.slot, spec.options["dtype"]) for state in states]
+    if "units" in spec.options:
+        units = (*units, *spec.options["units"].split("+"))
     made = _Declared(spec, model, rules or TpRules({}), groups, units)
     stacks = [
         Stack(

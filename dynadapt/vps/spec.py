@@ -46,7 +46,7 @@ OPTIONS: Mapping[str, frozenset[str]] = MappingProxyType(
         "zero1": _ALL | {"groups", "round_robin"},
         "zero2": _ALL | {"groups", "round_robin"},
         "zero3": _ALL | {"groups", "sub_group_size"},
-        "fsdp1": _ALL | {"orig", "compute"},
+        "fsdp1": _ALL | {"units", "orig", "compute"},
         "fsdp2": _ALL,
         "hsdp": _ALL,
     }

@@ -29,6 +29,7 @@ from dynadapt.adapters.model_shapes import (
 from dynadapt.errors import DynadaptError, Refused
 from dynadapt.vps.declare import declare
 from dynadapt.vps.model_shape import State
+from dynadapt.vps.tp_rules import TpRules
 from tests._ranks import ROOT
 
 if TYPE_CHECKING:
@@ -111,17 +112,20 @@ def test_architectures_choose_the_class_and_dtypes_are_told(tmp_path: Path) -> N
 
 
 def test_heads_keep_key_and_value_rows_together() -> None:
-    """Four places share the two key-value heads, two places a head; queries are cut four ways."""
+    """With the rule `heads` four places share two key-value heads; the model's own plan cuts through."""
     model, rules = read_model({"model_type": "llama", **SMALL})
     assert model.heads == {
         f"model.layers.*.self_attn.{name}.*": 4 for name in ("q_proj", "k_proj", "v_proj")
     }
-    held = declare("ddp:tp=4", model, rules, states=[State("param")])
-    boxes = {
-        rank: {row.key.name: str(row.box) for row in held.rows(rank) if ".0.self" in row.key.name}
-        for rank in range(4)
-    }
     front = "model.layers.0.self_attn"
+
+    def held(rules: TpRules) -> dict[int, dict[str, str]]:
+        layout = declare("ddp:tp=4", model, rules, states=[State("param")])
+        every = {rank: layout.rows(rank) for rank in range(4)}
+        return {rank: {row.key.name: str(row.box) for row in rows} for rank, rows in every.items()}
+
+    assert held(rules)[1][f"{front}.k_proj.weight"] == "[2:4,0:16]"
+    boxes = held(TpRules({**rules.styles, "k_proj": "heads", "v_proj": "heads"}))
     assert [boxes[rank][f"{front}.k_proj.weight"] for rank in range(4)] == [
         "[0:4,0:16]",
         "[0:4,0:16]",

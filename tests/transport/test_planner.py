@@ -15,7 +15,7 @@ from dynadapt.testing import strategies as more
 from dynadapt.testing.layouts import random_layout
 from dynadapt.transport.match import match
 from dynadapt.transport.plan import Options
-from dynadapt.transport.planner import plan_for
+from dynadapt.transport.planner import REMEMBERED, plan_for, remembered_plan
 from dynadapt.vps.box import Box, row_major_strides
 from dynadapt.vps.keys import Key, KeySpec, itemsize
 from dynadapt.vps.layout import Holder, Row, RowLayout
@@ -219,3 +219,18 @@ def test_a_seat_plans_from_its_own_rows() -> None:
     source, target = (Spy(random_layout(i, specs, range(6), ["flat", "grid"])) for i in range(2))
     plan_for(3, source, target, match(specs, specs, Options()), Options())
     assert source.asked == target.asked == {3}
+
+
+def test_a_plan_is_remembered_by_what_it_depends_on() -> None:
+    source, target = (RowLayout([W], whole_on(seats)) for seats in ((0, 1), (1, 2)))
+    matched = match([W], [W], Options())
+    first = remembered_plan(2, source, target, matched, Options())
+    again = RowLayout([W], whole_on((0, 1)))
+    assert remembered_plan(2, again, target, matched, Options()) is first
+    assert first == plan_for(2, source, target, matched, Options())
+    assert remembered_plan(1, source, target, matched, Options()) != first
+    other = Options(hosts={1: "a", 2: "a"})
+    assert remembered_plan(2, source, target, matched, other).receives[0].source == 1
+    for budget in range(REMEMBERED):  # the oldest are forgotten
+        remembered_plan(2, source, target, matched, Options(budget=1000 + budget))
+    assert remembered_plan(2, source, target, matched, Options()) is not first

@@ -203,7 +203,7 @@ def test_fsdp1_units_are_flats_of_their_own() -> None:
     assert values(layout, 0, "a.w").tolist() == [0, 1, 2, 3, 4]
     assert values(layout, 1, "a.b").tolist() == [0, 1, 2]
     assert values(layout, 0, "r").tolist() == [0, 1]
-    plain = declare("fsdp1:dp=2,orig=false", shape, states=ONE, units=("a",))
+    plain = declare("fsdp1:dp=2,orig=false,units=a+b.*", shape, states=ONE)
     assert values(plain, 0, "a.w").tolist() == [0, 1, 2, 3]
     assert values(plain, 1, "a.w").tolist() == [4]
 
@@ -233,7 +233,7 @@ def test_frozen_tensors_have_no_state_and_no_place_in_the_optimizers_flat() -> N
         ("ddp:dp=2,dtype=half,pad_vocab=0", {}, "dtype=half is no dtype(.|\n)*pad_vocab=0"),
         ("zero3:dp=2,sub_group_size=x", {}, "sub_group_size=x"),
         ("ddp:tp=2", {"layers.0.y": "colwise"}, "first and its last member differently"),
-        ("ddp:pp=2,stages=1-1", {}, "stages=1-1"),
+        ("ddp:pp=2,stages=2-1", {}, "stages=2-1"),
     ],
 )
 def test_what_cannot_be_declared_is_named(spec: str, rules: dict[str, str], cause: str) -> None:
