@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -57,9 +58,10 @@ class Lane(NamedTuple):
 class Block:
     """Moves of many tensors in columns, for one seat and one direction.
 
-    `members` (tensors,) are numbers in the target stack. `lo`, `hi` (moves, ndim) are the boxes and
-    `peer` (moves,) the other end, the seat itself for what is resident. `tensor` (moves,) is the index
-    into `members`; None says that every member moves just so.
+    `members` (tensors,) are numbers in the target stack. `lo`, `hi` (boxes, ndim) are the boxes, and
+    `tensor` (boxes,) the index of each box's tensor in `members`; None says that every member moves
+    just so. `box` (moves,) is the box of each move (None: a move a box), `peer` (moves,) the other end,
+    the seat itself for what is resident.
     """
 
     lane: Lane
@@ -67,15 +69,16 @@ class Block:
     tensor: NDArray[np.int64] | None
     lo: NDArray[np.int64]
     hi: NDArray[np.int64]
+    box: NDArray[np.int64] | None
     peer: NDArray[np.int64]
 
-    @cached_property
+    @property
     def volumes(self) -> NDArray[np.int64]:
         """Elements of each move."""
         found: NDArray[np.int64] = np.prod(self.hi - self.lo, axis=1)
-        return found
+        return found if self.box is None else found[self.box]
 
-    @cached_property
+    @property
     def nbytes(self) -> NDArray[np.int64]:
         """Wire bytes of each move, over all states, and over all members where they share it."""
         times = len(self.members) if self.tensor is None else 1
@@ -87,15 +90,14 @@ class Block:
             Box(tuple(low), tuple(high))
             for low, high in zip(self.lo.tolist(), self.hi.tolist(), strict=True)
         ]
+        which = list(range(len(boxes))) if self.box is None else self.box.tolist()
         peers, members = self.peer.tolist(), self.members.tolist()
+        tensors = None if self.tensor is None else self.tensor.tolist()
         for specs, wire in self.lane.states:
-            if self.tensor is None:
-                for member in members:
-                    spec = specs[member]
-                    yield from ((spec, wire, b, p) for b, p in zip(boxes, peers, strict=True))
-            else:
-                for at, box, peer in zip(self.tensor.tolist(), boxes, peers, strict=True):
-                    yield specs[members[at]], wire, box, peer
+            for member in members if tensors is None else [-1]:
+                for number, peer in zip(which, peers, strict=True):
+                    own = member if tensors is None else members[tensors[number]]
+                    yield specs[own], wire, boxes[number], peer
 
     @property
     def num_moves(self) -> int:
@@ -337,17 +339,25 @@ def _blocks(
     part: _Part, pieces: _Pieces, chosen: NDArray[np.int64], peer: NDArray[np.int64]
 ) -> Iterator[Block]:
     """The chosen pieces with their peers: one block, or one for each group of members alike."""
-    if not len(chosen):
-        return
-    tensor, lo, hi = pieces.tensor[chosen], pieces.lo[chosen], pieces.hi[chosen]
     if not part.alike:
-        yield Block(part.lane, part.members, tensor, lo, hi, peer)
+        if len(chosen):
+            each = (part.lane, part.members, pieces.tensor, pieces.lo, pieces.hi)
+            yield Block(*each, _or_all(chosen, len(pieces.lo)), peer)
         return
-    borders = np.flatnonzero(np.diff(tensor)) + 1  # pieces of a group stand together
-    for start, stop in zip([0, *borders.tolist()], [*borders.tolist(), len(tensor)], strict=True):
-        members = part.members[part.group == tensor[start]]
-        cut = slice(start, stop)
-        yield Block(part.lane, members, None, lo[cut], hi[cut], peer[cut])
+    groups = len(part.pins)
+    count = len(pieces.lo) // groups  # the boxes of every group, which are the same
+    lo, hi = pieces.lo[:count], pieces.hi[:count]
+    borders = np.searchsorted(chosen, np.arange(groups + 1) * count)
+    for group, (start, stop) in enumerate(pairwise(borders.tolist())):
+        if start < stop:
+            own = chosen[start:stop] - group * count
+            members = part.members[part.group == group]
+            yield Block(part.lane, members, None, lo, hi, _or_all(own, count), peer[start:stop])
+
+
+def _or_all(chosen: NDArray[np.int64], count: int) -> NDArray[np.int64] | None:
+    """None where the choice is every one of `count`, in order."""
+    return None if np.array_equal(chosen, np.arange(count)) else chosen
 
 
 def _unserved(part: _Part, pieces: _Pieces, seat: int) -> Iterator[Finding]:
