@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dynadapt.elastic import checks, rng
+from dynadapt.elastic.cutting import cut_chunks
 from dynadapt.elastic.memory import (
     Parked,
     Woken,
@@ -37,7 +38,6 @@ from dynadapt.transport.executor import Moved, execute, staging_bytes
 from dynadapt.transport.match import match
 from dynadapt.transport.plan import Options
 from dynadapt.transport.planner import plan_for, remembered_plan
-from dynadapt.transport.schedule import chunks, finer, load, slicing
 from dynadapt.vps import cover
 
 if TYPE_CHECKING:
@@ -52,9 +52,6 @@ if TYPE_CHECKING:
     from dynadapt.vps.keys import Key
 
 __all__ = ["PHASES", "migrate", "plan"]
-
-CUTS = 16
-"""How often chunks are cut finer before the budget is called too small."""
 
 PHASES = (
     "quiesce",
@@ -312,23 +309,8 @@ class _Migration:
         seat = self.session.seat
         self.seat_plan = remembered_plan(seat, source, target, self.matched, self.options)
         refuse(self.seat_plan.findings)
-        self.chunk_list = self.cut_chunks(settings.budget)
+        self.chunk_list = cut_chunks(self.control, self.seat_plan, settings.budget)
         self.check_memory("staging", "staging", staging_bytes(self.chunk_list))
-
-    def cut_chunks(self, budget: int) -> tuple[Chunk, ...]:
-        """The coarsest chunks whose staging fits the budget of every seat; all seats find the same."""
-        loads = self.control.gather_values("load", load(self.seat_plan))
-        cut = slicing(loads.values(), budget)
-        staging = 0
-        for trial in range(CUTS):
-            found = chunks(self.seat_plan, cut)
-            every = self.control.gather_values(f"staging/{trial}", staging_bytes(found))
-            staging = max(every.values())
-            if staging <= budget:
-                return found
-            cut = finer(cut, staging, budget)
-        cause = f"the finest cut tried needs {staging} bytes of staging, the budget is {budget}"
-        raise Refused([Finding("budget", "staging", cause, "allow a larger budget")])
 
     def count_source(self) -> frozenset[Key]:
         """Take the source's sums; returns the keys of which only the first holder counts."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from dynadapt.transport.simulate import Simulation
-    from dynadapt.vps.mesh_layout import MeshLayout, Stack
+    from dynadapt.vps.mesh_layout import MeshLayout
 
 __all__ = [
     "MAX_WORLD",
@@ -215,7 +215,7 @@ def held_bytes(layout: MeshLayout) -> dict[int, int]:
     for stack in layout.stacks:
         alike = stack.geometry.fixed(places)
         _, firsts, whose = np.unique(alike, return_index=True, return_inverse=True)
-        own = np.array([_held(stack, int(place)) for place in firsts], np.int64)
+        own = np.array([stack.held_bytes(int(place)) for place in firsts], np.int64)
         total += own[whose]
     return dict(zip(layout.order.tolist(), total.tolist(), strict=True))
 
@@ -226,16 +226,6 @@ def memory_of(layouts: Sequence[MeshLayout], titles: Sequence[str]) -> Memory:
     seats = tuple(sorted({seat for held in each for seat in held}))
     columns = tuple(np.array([held.get(seat, 0) for seat in seats], np.int64) for held in each)
     return Memory(seats, tuple(titles), columns)
-
-
-def _held(stack: Stack, place: int) -> int:
-    mine = np.flatnonzero(stack.pins == stack.geometry.pinned(place))
-    if not len(mine):
-        return 0
-    flats = None if stack.flats is None else stack.flats.take(mine)
-    held = stack.geometry.held(place, flats, 1 if flats is None else len(mine))
-    volume = int(np.prod(held.hi - held.lo, axis=1).sum()) * (len(mine) if flats is None else 1)
-    return volume * sum(itemsize(specs[0].dtype) for specs in stack.specs)
 
 
 def small_enough(count: int) -> None:

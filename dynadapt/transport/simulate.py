@@ -21,7 +21,6 @@ from dynadapt.transport.factored import factored_plan, lanes
 from dynadapt.transport.plan import EvenHosts, Options
 from dynadapt.transport.schedule import CHUNKS_IN_FLIGHT, Slicing, finer, slicing, spread_of
 from dynadapt.vps.geometry import ragged
-from dynadapt.vps.keys import itemsize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -270,20 +269,7 @@ def _sample(every: NDArray[np.int64]) -> NDArray[np.int64]:
 def held_bytes(layout: MeshLayout, seat: int) -> int:
     """Bytes of one seat's rows."""
     place = layout.place(seat)
-    if place is None:
-        return 0
-    total = 0
-    for stack in layout.stacks:
-        mine = np.flatnonzero(stack.pins == stack.geometry.pinned(place))
-        if not len(mine):
-            continue
-        alike = stack.flats is None
-        held = stack.geometry.held(place, stack.flats and stack.flats.take(mine))
-        volume = int(np.prod(held.hi - held.lo, axis=1).sum()) * (len(mine) if alike else 1)
-        total += volume * sum(
-            itemsize(getattr(s, "dtype", None) or s[0].dtype) for s in stack.specs
-        )
-    return total
+    return 0 if place is None else sum(stack.held_bytes(place) for stack in layout.stacks)
 
 
 _Stream = tuple["NDArray[np.int64]", "NDArray[np.int64]"]

@@ -17,6 +17,7 @@ import numpy as np
 from dynadapt.errors import Finding, Refused
 from dynadapt.vps.box import Box, row_major_strides
 from dynadapt.vps.geometry import Flats, Geometry, mesh_strides
+from dynadapt.vps.keys import itemsize
 from dynadapt.vps.layout import Holder, Row, RowLayout
 from dynadapt.vps.placement import Flat, Pin, Placement, Replicate, Shard
 
@@ -53,6 +54,14 @@ class Stack:
         """(tensors,) int64: their places in the whole model's `named_parameters()`."""
         own = getattr(self.specs[0], "orders", None)
         return np.array([spec.order for spec in self.specs[0]]) if own is None else own
+
+    def held_bytes(self, place: int) -> int:
+        """Bytes of all tensors and states of the stack that one place holds."""
+        mine, lo, hi, _ = _stack_rows(self, place)
+        if not len(mine):
+            return 0
+        sizes = sum(itemsize(getattr(each, "dtype", None) or each[0].dtype) for each in self.specs)
+        return int(np.prod(hi - lo, axis=1).sum()) * sizes
 
     def text(self) -> str:
         """All that decides where the elements lie, as text."""
