@@ -252,7 +252,7 @@ def _timeline(axes: Any, timeline: Timeline) -> None:
     axes.add_collection(bars)
     axes.set(xlim=(0, end * scale * 1.02), ylim=(max(len(number), 1) - 0.5, -0.5))
     axes.set(xlabel=f"time ({unit})", ylabel="chunk")
-    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.yaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     told = f"{timeline.title}: {timeline.seconds * scale:.3g} {unit}, {timeline.shown}"
     if timeline.bound is not None and len(number) == timeline.chunks:
         bound = timeline.bound * scale

@@ -120,12 +120,15 @@ class Timeline:
     def of(cls, simulation: Simulation, title: str = "schedule") -> Timeline:
         """The schedule of a simulation."""
         own = simulation
-        return cls(own.starts, own.ends, own.chunks, own.seconds, own.lower_bound, None, title)
+        known = own.chunk_bytes[:, : len(own.ends)]
+        return cls(own.starts, own.ends, own.chunks, own.seconds, own.lower_bound, known, title)
 
     @property
     def shown(self) -> str:
         """How many chunks there are, and how many of them have times."""
         own = len(self.ends)
+        if own == self.chunks == 1:
+            return "1 chunk"
         return f"{own} chunks" if own == self.chunks else f"the first {own} of {self.chunks} chunks"
 
     @property
