@@ -244,8 +244,8 @@ def _check_copies(engine: Any) -> None:
         param: Any = share.named.tensor
         assert param.ds_status == ZeroParamStatus.NOT_AVAILABLE
         padded = [share.partition]
-        if share.sub_group >= 0:
-            padded = [view.master(share), *view.slots(share.sub_group).values()]
+        if share.unit >= 0:
+            padded = [view.masters[share.unit], *view.slots(share.unit).values()]
         assert not any(torch.any(share.padding(flat)) for flat in padded)
     assert not torch.any(view.optimizer.grad_partitions_flat_buffer)
 
