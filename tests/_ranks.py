@@ -355,6 +355,18 @@ def allow_fp16() -> None:
     at_reset(lambda: setattr(kind, "is_fp16_supported", before))
 
 
+def take_for_fused(optimizer: type) -> None:
+    """Let DeepSpeed take a class of optimizer for its own fused Adam, which takes minutes to compile.
+
+    Until the run is over. What it decides is the wrapper of an engine without ZeRO.
+    """
+    from deepspeed.runtime import engine
+
+    before = engine.FusedAdam
+    engine.FusedAdam = optimizer
+    at_reset(lambda: setattr(engine, "FusedAdam", before))
+
+
 def work(pipe: int, life_end: int, rank: int, world_size: int, port: int) -> None:
     """A worker's life: run what the parent sends until the parent is gone."""
     os.set_inheritable(pipe, False)

@@ -65,21 +65,52 @@ def tokens(step: int, rank: int = 0, rows: int = 2) -> torch.Tensor:
     return torch.randint(VOCAB, (rows, 7), generator=generator)
 
 
-def zero3(model: nn.Module, optimizer: Any = None, **config: Any) -> Any:
-    """A real ZeRO-3 engine in bf16 with small sub-groups."""
+#: What engines differ in, by the first half of a kind: stage, its options, and the rest of the config.
+ENGINES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "zero0": (0, {}, {}),
+    "zero0fused": (0, {}, {}),
+    "zero1": (1, {}, {}),
+    "zero1rr": (1, {"round_robin_gradients": True, "contiguous_gradients": False}, {}),
+    "zero1acc": (1, {}, {"data_types": {"grad_accum_dtype": "fp32"}}),  # with bf16: BF16_Optimizer
+    "zero2": (2, {}, {}),
+    "zero2rr": (2, {"round_robin_gradients": True}, {}),
+    "zero2off": (2, {"offload_optimizer": {"device": "cpu"}}, {}),
+    "zero3": (3, {"sub_group_size": 100, "stage3_param_persistence_threshold": 10}, {}),
+}
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 4}},
+    "fp32": {},
+}
+
+
+def deepspeed_engine(kind: str, model: nn.Module, optimizer: Any = None, **config: Any) -> Any:
+    """A real engine of a kind such as "zero1rr-bf16"."""
     import deepspeed
 
+    from tests import _ranks
+
+    name, _, dtype = kind.partition("-")
+    if dtype == "fp16":
+        _ranks.allow_fp16()
+    if name == "zero0fused":
+        _ranks.take_for_fused(torch.optim.AdamW)
+    stage, options, more = ENGINES[name]
     settings = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {
-            "stage": 3,
-            "sub_group_size": 100,
-            "stage3_param_persistence_threshold": 10,
+            "stage": stage,
+            "reduce_bucket_size": 1000,
+            "allgather_bucket_size": 1000,
+            **options,
         },
-        "bf16": {"enabled": True},
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
         "gradient_clipping": 0.0,
         "steps_per_print": 10**9,
+        **PRECISIONS[dtype],
+        **more,
     }
     engine, _, _, _ = deepspeed.initialize(
         model=model,
@@ -88,6 +119,11 @@ def zero3(model: nn.Module, optimizer: Any = None, **config: Any) -> Any:
         dist_init_required=False,
     )
     return engine
+
+
+def zero3(model: nn.Module, optimizer: Any = None, **config: Any) -> Any:
+    """A real ZeRO-3 engine in bf16 with small sub-groups."""
+    return deepspeed_engine("zero3-bf16", model, optimizer, **config)
 
 
 def step(engine: Any, number: int) -> float:
@@ -131,19 +167,76 @@ def parallelize(model: nn.Module, mesh: Any) -> None:
 
 
 def zero_tensors(engine: Any, slots: tuple[str, ...] = ("exp_avg", "exp_avg_sq")) -> Tensors:
-    """Every master and optimizer state of a ZeRO-3 engine, by DeepSpeed's own gathers."""
+    """Every master and optimizer state of an engine, by DeepSpeed's own gathers where they are right."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+    stage = engine.zero_optimization_stage()
+    if stage == 0:
+        return _whole_tensors(engine, slots)
+    if hasattr(engine.optimizer, "round_robin_bit16_groups"):
+        # DeepSpeed's links are wrong here: with round_robin_gradients they follow another order, and
+        # of several param groups only the first one's states are linked by a first step.
+        return _gathered_flats(engine, slots)
     found: Tensors = {}
     for name, param in engine.module.named_parameters():
         if not param.requires_grad:
-            with deepspeed.zero.GatheredParameters([param]):
+            with deepspeed.zero.GatheredParameters([param], enabled=stage == 3):
                 found[f"{name}/param"] = param.detach().float().clone()
             continue
         found[f"{name}/param"] = safe_get_full_fp32_param(param).clone()
         for slot in slots:
             found[f"{name}/{slot}"] = safe_get_full_optimizer_state(param, slot).clone()
+    return found
+
+
+def _gathered_flats(engine: Any, slots: tuple[str, ...]) -> Tensors:
+    """The parts of all ranks joined; a parameter lies in them where its weight lies among the weights."""
+    optimizer = engine.optimizer
+    found: Tensors = {}
+    names = {id(param): name for name, param in engine.module.named_parameters()}
+    for group, own in enumerate(optimizer.single_partition_of_fp32_groups):
+        state = optimizer.optimizer.state.get(own, {})
+        weights = optimizer.bit16_groups_flat[group]
+        for label, part in {"param": own.detach(), **{s: state[s] for s in slots}}.items():
+            parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, part.contiguous())
+            flat = torch.cat(parts)
+            for param in optimizer.bit16_groups[group]:
+                at = param.storage_offset() - weights.storage_offset()
+                full = flat.narrow(0, at, param.numel()).view(param.shape)
+                found[f"{names[id(param)]}/{label}"] = full.clone()
+    for name, param in engine.module.named_parameters():
+        if not param.requires_grad:
+            found[f"{name}/param"] = param.detach().float().clone()
+    return found
+
+
+def _whole_tensors(engine: Any, slots: tuple[str, ...]) -> Tensors:
+    """Masters and states of an engine without ZeRO, cut apart as DeepSpeed does it in its step."""
+    from torch._utils import _unflatten_dense_tensors
+
+    optimizer = engine.optimizer
+    names = {id(param): name for name, param in engine.module.named_parameters()}
+    found = {
+        f"{name}/param": param.detach().float().clone()
+        for name, param in engine.module.named_parameters()
+    }
+    if hasattr(optimizer, "fp32_groups_flat"):
+        for flat, params in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True):
+            state = optimizer.optimizer.state[flat]
+            for label, each in {"param": flat.detach(), **{s: state[s] for s in slots}}.items():
+                for param, full in zip(params, _unflatten_dense_tensors(each, params), strict=True):
+                    found[f"{names[id(param)]}/{label}"] = full.clone()
+        return found
+    inner = getattr(optimizer, "optimizer", optimizer)
+    groups = [group["params"] for group in inner.param_groups]
+    lows = getattr(optimizer, "fp16_groups", groups)
+    for params, masters in zip(lows, groups, strict=True):
+        for param, master in zip(params, masters, strict=True):
+            found[f"{names[id(param)]}/param"] = master.detach().clone()
+            for slot in slots:
+                found[f"{names[id(param)]}/{slot}"] = inner.state[master][slot].clone()
     return found
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import dynadapt
-from tests import _ranks
 from tests.live import jobs
 
 if TYPE_CHECKING:
@@ -29,23 +28,18 @@ class Job:
         self.slots = ("momentum_buffer",) if optimizer == "sgd" else ADAM
         self._make = {"adamw": jobs.adamw, "adam": _adam, "sgd": _sgd}[optimizer]
         model = jobs.net(seed=len(kind))
-        build = getattr(self, f"_{kind.partition('-')[0]}")
         self.engine: Any = None
         self.model: nn.Module = model
         self.optimizer: Any = None
-        build(model)
+        if "-" in kind:
+            self.engine = jobs.deepspeed_engine(kind, model, self._make(model))
+        else:
+            getattr(self, f"_{kind}")(model)
         if self.engine is not None:
             self.state = dynadapt.TrainState(model=self.engine, counters={})
         else:
             self.optimizer = self._make(self.model)
             self.state = dynadapt.TrainState(self.model, self.optimizer, counters={})
-
-    def _zero3(self, model: nn.Module) -> None:
-        dtype = self.kind.partition("-")[2]
-        config: dict[str, Any] = {"bf16": {"enabled": dtype == "bf16"}}
-        if dtype == "fp16":
-            config["fp16"] = {"enabled": True, "initial_scale_power": 4}
-        self.engine = jobs.zero3(model, self._make(model), **config)
 
     def _fsdp2(self, model: nn.Module) -> None:
         from torch.distributed.fsdp import fully_shard
@@ -120,14 +114,32 @@ CHAINS = {
     "bf16": ("zero3-bf16", "fsdp2", "tpfsdp", "hsdp", "ddp", "tp", "tpdp", "plain", "zero3-bf16"),
     "fp32": ("zero3-fp32", "tpdp", "zero3-fp32", "ddp", "zero3-fp32", "fsdp2", "zero3-fp32"),
     "fp16": ("zero3-fp16", "tpdp", "zero3-fp16"),
+    "stages": (
+        *("zero1-bf16", "plain", "zero2-bf16", "zero3-bf16", "zero1rr-bf16", "fsdp2"),
+        *("zero2rr-bf16", "zero0-bf16", "zero1acc-bf16", "ddp", "zero1-bf16"),
+    ),
+    "stages fp32": (
+        "zero2-fp32",
+        "zero0-fp32",
+        "tpdp",
+        "zero1rr-fp32",
+        "zero3-fp32",
+        "zero2off-fp32",
+    ),
+    "stages fp16": (
+        "zero1-fp16",
+        "zero0-fp16",
+        "zero2-fp16",
+        "plain",
+        "zero0fused-fp16",
+        "zero3-fp16",
+    ),
     "adam": ("zero3-bf16", "fsdp2", "zero3-bf16"),
     "sgd": ("zero3-bf16", "tpdp", "zero3-bf16"),
 }
 
 
 def _walk(rank: int, world: int, name: str) -> list[dict[str, Any]]:
-    if name == "fp16":
-        _ranks.allow_fp16()
     optimizer = name if name in {"adam", "sgd"} else "adamw"
     job = Job(CHAINS[name][0], optimizer)
     answers = []
