@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests import _ranks
+from tests._deepspeed_gathers import gathered_below_3
+
 Tensors = dict[str, torch.Tensor]
 
 VOCAB, WIDTH, HIDDEN = 12, 8, 20
@@ -89,13 +92,9 @@ def deepspeed_engine(kind: str, model: nn.Module, optimizer: Any = None, **confi
     """A real engine of a kind such as "zero1rr-bf16"."""
     import deepspeed
 
-    from tests import _ranks
-
     name, _, dtype = kind.partition("-")
     if dtype == "fp16":
         _ranks.allow_fp16()
-    if name == "zero0fused":
-        _ranks.take_for_fused(torch.optim.AdamW)
     stage, options, more = ENGINES[name]
     settings = {
         "train_micro_batch_size_per_gpu": 2,
@@ -112,13 +111,13 @@ def deepspeed_engine(kind: str, model: nn.Module, optimizer: Any = None, **confi
         **PRECISIONS[dtype],
         **more,
     }
-    engine, _, _, _ = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer or adamw(model),
-        config={**settings, **config},
-        dist_init_required=False,
-    )
-    return engine
+    with _ranks.taken_for_fused(torch.optim.AdamW if name == "zero0fused" else None):
+        return deepspeed.initialize(
+            model=model,
+            optimizer=optimizer or adamw(model),
+            config={**settings, **config},
+            dist_init_required=False,
+        )[0]
 
 
 def zero3(model: nn.Module, optimizer: Any = None, **config: Any) -> Any:
@@ -171,72 +170,18 @@ def zero_tensors(engine: Any, slots: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    stage = engine.zero_optimization_stage()
-    if stage == 0:
-        return _whole_tensors(engine, slots)
-    if hasattr(engine.optimizer, "round_robin_bit16_groups"):
-        # DeepSpeed's links are wrong here: with round_robin_gradients they follow another order, and
-        # of several param groups only the first one's states are linked by a first step.
-        return _gathered_flats(engine, slots)
+    if engine.zero_optimization_stage() < 3:
+        every = gathered_below_3(engine).items()
+        return {f"{name}/{slot}": full.float() for (name, slot), full in every if slot != "compute"}
     found: Tensors = {}
     for name, param in engine.module.named_parameters():
         if not param.requires_grad:
-            with deepspeed.zero.GatheredParameters([param], enabled=stage == 3):
+            with deepspeed.zero.GatheredParameters([param]):
                 found[f"{name}/param"] = param.detach().float().clone()
             continue
         found[f"{name}/param"] = safe_get_full_fp32_param(param).clone()
         for slot in slots:
             found[f"{name}/{slot}"] = safe_get_full_optimizer_state(param, slot).clone()
-    return found
-
-
-def _gathered_flats(engine: Any, slots: tuple[str, ...]) -> Tensors:
-    """The parts of all ranks joined; a parameter lies in them where its weight lies among the weights."""
-    optimizer = engine.optimizer
-    found: Tensors = {}
-    names = {id(param): name for name, param in engine.module.named_parameters()}
-    for group, own in enumerate(optimizer.single_partition_of_fp32_groups):
-        state = optimizer.optimizer.state.get(own, {})
-        weights = optimizer.bit16_groups_flat[group]
-        for label, part in {"param": own.detach(), **{s: state[s] for s in slots}}.items():
-            parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
-            dist.all_gather(parts, part.contiguous())
-            flat = torch.cat(parts)
-            for param in optimizer.bit16_groups[group]:
-                at = param.storage_offset() - weights.storage_offset()
-                full = flat.narrow(0, at, param.numel()).view(param.shape)
-                found[f"{names[id(param)]}/{label}"] = full.clone()
-    for name, param in engine.module.named_parameters():
-        if not param.requires_grad:
-            found[f"{name}/param"] = param.detach().float().clone()
-    return found
-
-
-def _whole_tensors(engine: Any, slots: tuple[str, ...]) -> Tensors:
-    """Masters and states of an engine without ZeRO, cut apart as DeepSpeed does it in its step."""
-    from torch._utils import _unflatten_dense_tensors
-
-    optimizer = engine.optimizer
-    names = {id(param): name for name, param in engine.module.named_parameters()}
-    found = {
-        f"{name}/param": param.detach().float().clone()
-        for name, param in engine.module.named_parameters()
-    }
-    if hasattr(optimizer, "fp32_groups_flat"):
-        for flat, params in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True):
-            state = optimizer.optimizer.state[flat]
-            for label, each in {"param": flat.detach(), **{s: state[s] for s in slots}}.items():
-                for param, full in zip(params, _unflatten_dense_tensors(each, params), strict=True):
-                    found[f"{names[id(param)]}/{label}"] = full.clone()
-        return found
-    inner = getattr(optimizer, "optimizer", optimizer)
-    groups = [group["params"] for group in inner.param_groups]
-    lows = getattr(optimizer, "fp16_groups", groups)
-    for params, masters in zip(lows, groups, strict=True):
-        for param, master in zip(params, masters, strict=True):
-            found[f"{names[id(param)]}/param"] = master.detach().clone()
-            for slot in slots:
-                found[f"{names[id(param)]}/{slot}"] = inner.state[master][slot].clone()
     return found
 
 

@@ -112,6 +112,10 @@ def behaviour(engine: Any) -> dict[str, Any]:
     scaling = "none"
     if scaler is not None:
         scaling = "dynamic" if _is_dynamic(scaler) else "static"
+        if not engine.zero_optimization():
+            # DeepSpeed 0.19 divides gradients by the scale without having multiplied the loss by it,
+            # so moments of such an engine are smaller than those of any other.
+            scaling += ", of gradients only"
     autocast = engine.torch_autocast_dtype() if engine.torch_autocast_enabled() else None
     return {
         "framework": "deepspeed",
