@@ -107,20 +107,26 @@ def model_of(setup: Setup) -> torch.nn.Module:
     return model
 
 
-def _optimizer(setup: Setup, model: torch.nn.Module) -> Any:
-    import torch
-
+def groups_of(setup: Setup, model: torch.nn.Module) -> list[dict[str, Any]]:
+    """The param groups of a model."""
     named = list(dict.fromkeys(model.parameters()))
     matrices = [p for p in named if p.ndim > 1]
     vectors = [p for p in named if p.ndim < 2]
-    groups: list[dict[str, Any]] = {
+    groups: dict[str, list[dict[str, Any]]] = {
         "one": [{"params": named}],
         "decay": [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 0.02}],
         "reversed": [
             {"params": vectors[::-1], "lr": 0.02},
             {"params": matrices[::-1], "weight_decay": 0.1},
         ],
-    }[setup.groups]
+    }
+    return groups[setup.groups]
+
+
+def _optimizer(setup: Setup, model: torch.nn.Module) -> Any:
+    import torch
+
+    groups = groups_of(setup, model)
     hyper = {"lr": 0.01, **setup.hyper}
     if setup.optimizer == "FusedAdam":
         from deepspeed.ops.adam import FusedAdam
