@@ -24,7 +24,8 @@ Rows = list[tuple[str, str, "Row", "NDArray[Any]"]]
 
 @dataclass(frozen=True)
 class Setup:
-    """How to build an engine. `groups`: `one`, `decay` (biases apart) or `reversed`.
+    """How to build an engine. `groups`: `one`, `decay` (biases apart), `reversed` or
+    `partial`, which leaves out what a forward uses.
 
     `fused`: DeepSpeed takes the optimizer for its own fused Adam.
     """
@@ -114,6 +115,7 @@ def groups_of(setup: Setup, model: torch.nn.Module) -> list[dict[str, Any]]:
     vectors = [p for p in named if p.ndim < 2]
     groups: dict[str, list[dict[str, Any]]] = {
         "one": [{"params": named}],
+        "partial": [{"params": [p for p in named if p is not model.blocks[1].down.weight]}],
         "decay": [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 0.02}],
         "reversed": [
             {"params": vectors[::-1], "lr": 0.02},

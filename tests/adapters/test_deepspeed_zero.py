@@ -31,6 +31,7 @@ DESCRIBED = {
     "RMSprop": Setup(optimizer="RMSprop", hyper={"momentum": 0.9, "centered": True}),
     "Adagrad": Setup(optimizer="Adagrad", groups="one"),
     "NAdam": Setup(optimizer="NAdam"),
+    "outside the optimizer": Setup(groups="partial"),
     "other buckets": Setup(zero={"contiguous_gradients": False, "overlap_comm": True}),
     "offload": Setup(
         zero={"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}

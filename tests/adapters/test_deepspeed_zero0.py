@@ -26,6 +26,8 @@ DESCRIBED = {
     "fp32": Setup(dtype="float32", frozen=True, accumulate=2, zero=NONE),
     "SGD": Setup(optimizer="SGD", hyper={"momentum": 0.9}, clip=0.5, zero=NONE),
     "SGD without state": Setup(optimizer="SGD", fused=True, zero=NONE),
+    "outside the optimizer": Setup(groups="partial", zero=NONE),
+    "fp32, outside the optimizer": Setup(dtype="float32", groups="partial", zero=NONE),
 }
 
 

@@ -36,6 +36,10 @@ DESCRIBED = {
     "aligned": Setup(zero={"stage": 2, "parameter_alignment": True, **RR}),
     "other buckets": Setup(zero={"stage": 2, "contiguous_gradients": False, "overlap_comm": True}),
     "offload": Setup(zero={"stage": 2, **OFFLOAD}),
+    "outside the optimizer": Setup(groups="partial", zero={"stage": 2}),
+    "outside BF16_Optimizer": Setup(groups="partial", config=ACCUMULATE, zero={"stage": 1}),
+    # DeepSpeed does not swap in these stages.
+    "NVMe": Setup(zero={"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "."}}),
 }
 
 

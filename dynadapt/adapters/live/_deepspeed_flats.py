@@ -134,6 +134,10 @@ class Flats(ABC):
         """The ranks that the state is cut over, or that hold replicas of it."""
         return self.engine.seq_data_parallel_group
 
+    def loose_gradients(self) -> bool:
+        """Whether gradients wait at parameters; at those outside the optimizer they stay for good."""
+        return any(s.named.tensor.grad is not None for s in self.shares if s.unit >= 0)
+
     # --- reading ------------------------------------------------------------------------------
 
     def state(self, unit: int) -> dict[str, Any]:

@@ -31,7 +31,7 @@ _VIEWS: dict[type, type[Flats]] = {
     FP16_Optimizer: Fused,
     FP16_UnfusedOptimizer: Unfused,
 }
-"""By exact class: subclasses (ZenFlow, MiCS, SuperOffload) keep state elsewhere."""
+"""By exact class: subclasses (ZenFlow, SuperOffload) keep state elsewhere."""
 
 
 def view_of(engine: Any) -> Flats:
@@ -62,7 +62,7 @@ def _unknown(engine: Any) -> Finding:
         "unsupported-stage",
         where,
         f"it is a {name}, which is none of DeepSpeed's own for ZeRO stages 0 to 3",
-        "build the engine without ZenFlow, MiCS and SuperOffload",
+        "build the engine without ZenFlow and SuperOffload",
     )
 
 

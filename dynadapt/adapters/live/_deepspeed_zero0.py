@@ -31,8 +31,8 @@ class _Whole(Flats):
     """What is whole on every rank."""
 
     def pending_backwards(self) -> int:
-        """Gradients wait at the parameters; those outside the optimizer are never used."""
-        return int(any(s.named.tensor.grad is not None for s in self.shares if s.unit >= 0))
+        """Gradients wait at the parameters."""
+        return int(self.loose_gradients())
 
     def renew(self) -> None:
         """Cast the masters. No communication: every rank has them all."""

@@ -74,10 +74,6 @@ class _Parts(Flats):
             else:
                 yield Share(named, Span(0, named.tensor.numel()))
 
-    def _loose(self) -> bool:
-        """Gradients at parameters; those of parameters outside the optimizer are never used."""
-        return any(s.named.tensor.grad is not None for s in self.shares if s.unit >= 0)
-
     def state_changed(self) -> None:
         """DeepSpeed links parameters to states at a step, and only once."""
         self.optimizer._hp_optimizer_states_linked = False
@@ -126,7 +122,7 @@ class Zero12(_Parts):
             return max(int(optimizer.micro_step_id) + 1, int(reduced))
         if reduced:
             return int(self.engine.gradient_accumulation_steps())
-        return int(whole or self._loose())
+        return int(whole or self.loose_gradients())
 
 
 class Bf16(_Parts):
@@ -148,4 +144,4 @@ class Bf16(_Parts):
     def pending_backwards(self) -> int:
         """Gradients move from the parameters to a flat buffer after each backward."""
         kept = any(any(each) for each in self.optimizer.fp32_groups_has_gradients)
-        return int(kept or self._loose())
+        return int(kept or self.loose_gradients())

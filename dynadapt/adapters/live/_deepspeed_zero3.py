@@ -110,8 +110,7 @@ class Zero3(Flats):
         count; both are cleared by `step` and by `zero_grad`."""
         optimizer = self.optimizer
         count = optimizer.micro_step_id + bool(optimizer._epilogue_ran_this_backward)
-        loose = any(share.named.tensor.grad is not None for share in self.shares)
-        return max(int(count), int(loose))
+        return max(int(count), int(self.loose_gradients()))
 
     def drop_copies(self) -> None:
         """Free gathered weights and hpZ's secondary pieces, so that the next forward gathers anew.
