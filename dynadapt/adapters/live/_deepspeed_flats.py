@@ -9,66 +9,35 @@ single optimizers.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
 import torch
 
 from dynadapt.adapters._aux import plain
-from dynadapt.adapters._common import (
-    BufferTable,
-    NamedTensor,
-    dtype_name,
-    fresh_state,
-    optimizer_slots,
+from dynadapt.adapters._common import fresh_state, optimizer_slots
+from dynadapt.adapters.live._deepspeed_share import (
+    bad_extra,
+    is_scalar,
+    is_slot,
+    kind_of,
+    put,
+    replaced,
+    same_memory,
+    spec_of,
+    state_keys,
+    unknown_optimizer,
 )
 from dynadapt.errors import Finding
-from dynadapt.vps.box import Box, Span
-from dynadapt.vps.flat import FlatGroup
-from dynadapt.vps.keys import Key, KeySpec, canonical_name
+from dynadapt.vps.keys import canonical_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["Flats", "Share", "laid_out", "same_memory"]
+    from dynadapt.adapters._common import BufferTable
+    from dynadapt.adapters.live._deepspeed_share import Share
+    from dynadapt.vps.keys import KeySpec
 
-
-@dataclass(frozen=True, eq=False)
-class Share:
-    """This rank's piece of one parameter: elements `span`, at `offset` in unit number `unit`.
-
-    A parameter outside the optimizer has no unit (-1); `group` is the param group of the unit.
-    """
-
-    named: NamedTensor
-    span: Span
-    unit: int = -1
-    offset: int = 0
-    group: int = -1
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The parameter's own shape, whatever the parameter's memory is by now."""
-        return tuple(self.named.tensor.shape)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All names of the parameter."""
-        return (self.named.name, *self.named.aliases)
-
-    @property
-    def cut_shape(self) -> tuple[int, ...]:
-        """The shape of a user's tensor that is cut as the framework cuts the parameter's weight."""
-        return self.shape
-
-    def copy(self) -> torch.Tensor:
-        """What a forward is made from on this rank: the whole parameter, or the elements `span`."""
-        return self.named.tensor.detach()
-
-    def within(self, unit: torch.Tensor) -> torch.Tensor:
-        """The piece's elements in its unit, or in a state tensor of it."""
-        return unit.detach().narrow(0, self.offset, len(self.span))
+__all__ = ["Flats"]
 
 
 class Flats(ABC):
@@ -148,11 +117,11 @@ class Flats(ABC):
     def slots(self, unit: int) -> dict[str, torch.Tensor]:
         """The unit's state tensors that are shaped like its master."""
         master = self.masters[unit]
-        return {k: v for k, v in self.state(unit).items() if _is_slot(k, v, master)}
+        return {k: v for k, v in self.state(unit).items() if is_slot(k, v, master)}
 
     def scalars(self, unit: int) -> dict[str, int | float]:
         """The unit's state numbers; a whole step count is an integer."""
-        found = {k: plain(v) for k, v in self.state(unit).items() if _is_scalar(k, v)}
+        found = {k: plain(v) for k, v in self.state(unit).items() if is_scalar(k, v)}
         return {k: int(v) if k == "step" and v == int(v) else v for k, v in found.items()}
 
     def odd_state(self) -> list[Finding]:
@@ -166,12 +135,12 @@ class Flats(ABC):
                 Finding(
                     "unsupported-state",
                     f"{members[unit]}/{label}" if unit in members else f"unit {unit}: {label}",
-                    f"{type(self.inner).__name__} keeps {_kind_of(value)} for a tensor of "
+                    f"{type(self.inner).__name__} keeps {kind_of(value)} for a tensor of "
                     f"{master.numel()} elements",
                     "use an optimizer whose state has the shape of its parameter",
                 )
                 for label, value in self.state(unit).items()
-                if not _is_scalar(label, value) and not _is_slot(label, value, master)
+                if not is_scalar(label, value) and not is_slot(label, value, master)
             ]
         return findings
 
@@ -187,12 +156,12 @@ class Flats(ABC):
             share = by_name.get(name)
             shape = tuple(tensor.shape)
             if share is None or shape not in {share.shape, share.cut_shape}:
-                findings.append(_bad_extra(name, label, share, shape))
+                findings.append(bad_extra(name, label, share, shape))
                 continue
             trainable = share.named.tensor.requires_grad
-            spec = _spec(share, f"extra:{label}", tensor.dtype, trainable, kind="state")
+            spec = spec_of(share, f"extra:{label}", tensor.dtype, trainable, kind="state")
             specs.append(spec)
-            _put(table, spec.key, share, tensor.detach())
+            put(table, spec.key, share, tensor.detach())
         return specs, findings
 
     def describe(self, table: BufferTable) -> list[KeySpec]:
@@ -202,27 +171,27 @@ class Flats(ABC):
             for spec, tensor in self._slots_of(share):
                 specs.append(spec)
                 if tensor is not None:
-                    _put(table, spec.key, share, tensor)
+                    put(table, spec.key, share, tensor)
         return specs
 
     def _slots_of(self, share: Share) -> Iterator[tuple[KeySpec, torch.Tensor | None]]:
         trainable = share.named.tensor.requires_grad
         copy = share.copy()
         if share.unit < 0:
-            yield _spec(share, "param", copy.dtype, trainable), copy
+            yield spec_of(share, "param", copy.dtype, trainable), copy
             return
         master = self.masters[share.unit]
-        yield _spec(share, "param", master.dtype, trainable), share.within(master)
+        yield spec_of(share, "param", master.dtype, trainable), share.within(master)
         if not same_memory(master, copy):
-            yield _spec(share, "compute", copy.dtype, trainable, derived=True), copy
+            yield spec_of(share, "compute", copy.dtype, trainable, derived=True), copy
         made = self.slots(share.unit)
         for label, tensor in made.items():
-            spec = _spec(share, label, tensor.dtype, trainable, kind="state")
+            spec = spec_of(share, label, tensor.dtype, trainable, kind="state")
             yield spec, share.within(tensor)
         group = self.inner.param_groups[share.group]
         for label in optimizer_slots(self.inner, group) or ():
             if label not in made:
-                spec = _spec(share, label, master.dtype, trainable, kind="state", presence="none")
+                spec = spec_of(share, label, master.dtype, trainable, kind="state", presence="none")
                 yield spec, None
 
     def names(self) -> list[list[str]]:
@@ -245,7 +214,7 @@ class Flats(ABC):
         stays without: that is the same state.
         """
         held: dict[str, set[str]] = {}
-        for key in (key for spec in keys for key in _state_keys(spec)):
+        for key in (key for spec in keys for key in state_keys(spec)):
             held.setdefault(key.name, set()).add(key.slot)
         wanted: dict[int, tuple[Share, set[str]]] = {}
         for share in self.shares:
@@ -258,7 +227,7 @@ class Flats(ABC):
             group = self.inner.param_groups[share.group]
             slots = optimizer_slots(self.inner, group)
             if slots is None:
-                findings.append(_unknown(self.inner, share))
+                findings.append(unknown_optimizer(self.inner, share))
             elif labels.intersection(slots):
                 states[unit] = fresh_state(self.inner, group, self.masters[unit].detach()) or {}
         if findings:
@@ -289,8 +258,8 @@ class Flats(ABC):
         """Write numbers into the state of one unit, those that it has."""
         state = self.inner.state.get(self.masters[unit]) or {}
         for label, old in state.items():
-            if _is_scalar(label, old) and label in values:
-                state[label] = _replaced(old, values[label])
+            if is_scalar(label, old) and label in values:
+                state[label] = replaced(old, values[label])
 
     def set_group_steps(self) -> None:
         """FusedAdam starts states that it has yet to make from a count of the param group."""
@@ -316,88 +285,3 @@ class Flats(ABC):
             with torch.no_grad():
                 agrees = master.to(copy.dtype) == copy
                 master.copy_(torch.where(agrees, master, copy.to(master.dtype)))
-
-
-def laid_out(
-    params: Sequence[torch.Tensor], offsets: Sequence[int], part: int, rank: int
-) -> Iterator[tuple[torch.Tensor, Span, int]]:
-    """Parameters in one flat buffer that is cut into parts: each one's elements on a rank, and where."""
-    group = FlatGroup(np.asarray(offsets, np.int64), part)
-    spans = group.spans([param.numel() for param in params], rank)
-    for param, start, stop, at in zip(params, *(each.tolist() for each in spans), strict=True):
-        yield param, Span(start, stop), at
-
-
-def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are views of one storage."""
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
-def _put(table: BufferTable, key: Key, share: Share, tensor: torch.Tensor) -> None:
-    """A tensor in the parameter's own shape is all of it; any other one has the share's elements."""
-    if tuple(tensor.shape) == share.shape:
-        table.add(key, Box.whole(share.shape), tensor)
-    elif len(share.span):
-        table.add_flat(key, share.span.boxes(share.shape), tensor)
-
-
-def _spec(share: Share, slot: str, dtype: torch.dtype, trainable: bool, **more: Any) -> KeySpec:
-    return KeySpec(
-        Key(share.named.name, slot),
-        share.shape,
-        dtype_name(dtype),
-        trainable=trainable,
-        order=share.named.order,
-        group=share.group,
-        aliases=share.named.aliases,
-        **more,
-    )
-
-
-def _state_keys(spec: KeySpec) -> tuple[Key, ...]:
-    """The key of an optimizer's tensor under each of its names, if the source really holds it."""
-    if spec.kind != "state" or not spec.moves or spec.key.slot.startswith("extra:"):
-        return ()
-    return tuple(Key(name, spec.key.slot) for name in (spec.key.name, *spec.aliases))
-
-
-def _is_scalar(label: str, value: Any) -> bool:
-    """A number, in whatever form; a flat tensor of one element is none, unless it is a step."""
-    if isinstance(value, torch.Tensor):
-        return value.ndim == 0 or (label == "step" and value.numel() == 1)
-    return isinstance(value, int | float)
-
-
-def _is_slot(label: str, value: Any, master: torch.Tensor) -> bool:
-    is_tensor = isinstance(value, torch.Tensor) and not _is_scalar(label, value)
-    return is_tensor and bool(value.shape == master.shape)
-
-
-def _replaced(old: Any, value: int | float) -> Any:
-    """The new number in the form of the old one; a tensor keeps its identity."""
-    if isinstance(old, torch.Tensor):
-        return old.fill_(value)
-    return type(old)(value)
-
-
-def _kind_of(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {list(value.shape)}"
-    return f"a {type(value).__name__}"
-
-
-def _unknown(optimizer: Any, share: Share) -> Finding:
-    return Finding(
-        "unknown-optimizer",
-        share.named.name,
-        f"{type(optimizer).__name__} has not stepped yet and its state cannot be made for it",
-        "take one step with the target before the migration, or use an optimizer of torch or DeepSpeed",
-    )
-
-
-def _bad_extra(name: str, label: str, share: Share | None, shape: tuple[int, ...]) -> Finding:
-    cause = "the model has no such parameter"
-    if share is not None:
-        cut = f" nor this rank's {list(share.cut_shape)}" if share.cut_shape != share.shape else ""
-        cause = f"shape {list(shape)} is not {list(share.shape)}{cut}"
-    return Finding("extra-shape", f"{name}/extra:{label}", cause, "keep one tensor per parameter")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dynadapt.adapters.live._deepspeed_flats import same_memory
+from dynadapt.adapters.live._deepspeed_share import same_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from deepspeed import comm
 
 from dynadapt.adapters._common import named_parameters
-from dynadapt.adapters.live._deepspeed_flats import Flats, Share, laid_out
+from dynadapt.adapters.live._deepspeed_flats import Flats
+from dynadapt.adapters.live._deepspeed_share import Share, laid_out
 from dynadapt.vps.box import Span
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dynadapt.adapters._common import named_parameters
-from dynadapt.adapters.live._deepspeed_flats import Flats, Share
+from dynadapt.adapters.live._deepspeed_flats import Flats
+from dynadapt.adapters.live._deepspeed_share import Share
 from dynadapt.vps.box import Span
 
 if TYPE_CHECKING:
