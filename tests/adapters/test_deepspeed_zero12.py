@@ -215,3 +215,32 @@ def test_abandon_leaves_the_target_as_it_was(ranks2: Pool) -> None:
     for found in ranks2.run(_abandon, setups, timeout=200):
         for losses, expected in found:
             assert losses == expected
+
+
+def _abandon_late(rank: int, world_size: int) -> None:
+    """After `finish` has linked states that `abandon` then takes away, a step links its own."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    from dynadapt.adapters.live.deepspeed_zero import DeepSpeedZeroAdapter
+    from dynadapt.protocols import TrainState
+
+    adapter = DeepSpeedZeroAdapter()
+    for config in ({}, ACCUMULATE):
+        # Of several groups DeepSpeed's own first step links the first one only.
+        setup = Setup(groups="one", zero={"stage": 1}, config=config)
+        source, target = zero.engine_of(setup), zero.engine_of(setup)
+        zero.train(source, 0, 2)
+        described = adapter.describe(TrainState(source))
+        state = TrainState(target)
+        adapter.prepare(state, described.specs)
+        adapter.finish(state, described.specs, described.scalars, {})
+        adapter.abandon(state)
+        zero.train(target, 0, 1)
+        expected = zero.gathered(target)
+        for name, param in target.module.named_parameters():
+            full = safe_get_full_optimizer_state(param, "exp_avg")
+            assert full.tolist() == expected[name, "exp_avg"].tolist(), name
+
+
+def test_states_that_were_taken_back_are_not_linked(ranks2: Pool) -> None:
+    ranks2.run(_abandon_late)
