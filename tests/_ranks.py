@@ -39,7 +39,7 @@ from typing import IO, TYPE_CHECKING, Any
 from dynadapt.demo.extensions import environment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from types import TracebackType
 
     from torch.distributed import Store
@@ -353,6 +353,22 @@ def allow_fp16() -> None:
     before = kind.is_fp16_supported
     kind.is_fp16_supported = lambda self: True
     at_reset(lambda: setattr(kind, "is_fp16_supported", before))
+
+
+@contextlib.contextmanager
+def taken_for_fused(optimizer: type | None) -> Iterator[None]:
+    """Let DeepSpeed take a class of optimizer for its own fused Adam, which takes minutes to compile.
+
+    The class decides on the wrapper of an engine without ZeRO. None changes nothing.
+    """
+    from deepspeed.runtime import engine
+
+    before = engine.FusedAdam
+    engine.FusedAdam = optimizer or before
+    try:
+        yield
+    finally:
+        engine.FusedAdam = before
 
 
 def work(pipe: int, life_end: int, rank: int, world_size: int, port: int) -> None:

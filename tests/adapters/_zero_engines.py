@@ -24,7 +24,11 @@ Rows = list[tuple[str, str, "Row", "NDArray[Any]"]]
 
 @dataclass(frozen=True)
 class Setup:
-    """How to build an engine. `groups`: `one`, `decay` (biases apart) or `reversed`."""
+    """How to build an engine. `groups`: `one`, `decay` (biases apart), `reversed` or
+    `partial`, which leaves out what a forward uses.
+
+    `fused`: DeepSpeed takes the optimizer for its own fused Adam.
+    """
 
     dtype: str = "bfloat16"
     optimizer: str = "AdamW"
@@ -37,6 +41,7 @@ class Setup:
     hidden: int = 5
     scheduler: bool = False
     empty: bool = False
+    fused: bool = False
     zero: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     hyper: Mapping[str, Any] = field(default_factory=dict)
@@ -103,20 +108,27 @@ def model_of(setup: Setup) -> torch.nn.Module:
     return model
 
 
-def _optimizer(setup: Setup, model: torch.nn.Module) -> Any:
-    import torch
-
+def groups_of(setup: Setup, model: torch.nn.Module) -> list[dict[str, Any]]:
+    """The param groups of a model."""
     named = list(dict.fromkeys(model.parameters()))
     matrices = [p for p in named if p.ndim > 1]
     vectors = [p for p in named if p.ndim < 2]
-    groups: list[dict[str, Any]] = {
+    groups: dict[str, list[dict[str, Any]]] = {
         "one": [{"params": named}],
+        "partial": [{"params": [p for p in named if p is not model.blocks[1].down.weight]}],
         "decay": [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 0.02}],
         "reversed": [
             {"params": vectors[::-1], "lr": 0.02},
             {"params": matrices[::-1], "weight_decay": 0.1},
         ],
-    }[setup.groups]
+    }
+    return groups[setup.groups]
+
+
+def _optimizer(setup: Setup, model: torch.nn.Module) -> Any:
+    import torch
+
+    groups = groups_of(setup, model)
     hyper = {"lr": 0.01, **setup.hyper}
     if setup.optimizer == "FusedAdam":
         from deepspeed.ops.adam import FusedAdam
@@ -167,9 +179,10 @@ def engine_of(setup: Setup) -> Any:
         **precision,
         **setup.config,
     }
-    return deepspeed.initialize(
-        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config
-    )[0]
+    with _ranks.taken_for_fused(type(optimizer) if setup.fused else None):
+        return deepspeed.initialize(
+            model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config
+        )[0]
 
 
 def batch(step: int, same: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -291,11 +304,17 @@ def _torch(values: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
 
 
 def gathered(engine: Any) -> dict[tuple[str, str], NDArray[Any]]:
-    """All of a ZeRO-3 engine's state as DeepSpeed itself gathers it; a collective."""
+    """All of an engine's state as DeepSpeed itself gathers it; a collective."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+    from tests._deepspeed_gathers import gathered_below_3
+
     found: dict[tuple[str, str], NDArray[Any]] = {}
+    for name, buffer in engine.module.named_buffers():
+        found[name, "buffer"] = _numpy(buffer)
+    if engine.zero_optimization_stage() < 3:
+        return found | {key: _numpy(full) for key, full in gathered_below_3(engine).items()}
     optimizer = engine.optimizer
     optimized = {id(param) for group in optimizer.fp16_groups for param in group}
     for name, param in engine.module.named_parameters():
@@ -313,6 +332,4 @@ def gathered(engine: Any) -> dict[tuple[str, str], NDArray[Any]]:
             if getattr(value, "ndim", 0):
                 full = safe_get_full_optimizer_state(param, label)
                 found[name, label] = _numpy(full.view(param.ds_shape))
-    for name, buffer in engine.module.named_buffers():
-        found[name, "buffer"] = _numpy(buffer)
     return found

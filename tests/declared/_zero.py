@@ -76,16 +76,21 @@ def engine_of(case: Zero, model: nn.Module) -> Any:
     )[0]
 
 
-def observe_zero(rank: int, world: int, case: Zero) -> tuple[str, tuple[Row, ...]]:
-    """The wrapper's class and this rank's rows: masters as `param`, what a forward uses as `compute`."""
-    kinds = []
+def observe_zero(rank: int, world: int, case: Zero) -> tuple[str, tuple[Row, ...], tuple[Row, ...]]:
+    """The wrapper's class, this rank's rows learnt from marks, and those that the adapter describes.
+
+    Masters are `param`, what a forward uses is `compute`.
+    """
+    from dynadapt.adapters.live.deepspeed_zero import DeepSpeedZeroAdapter
+    from dynadapt.protocols import TrainState
+
+    engines: list[Any] = []
 
     def load(values: Mapping[str, NDArray[Any]]) -> Any:
         if case.dtype == "float16":
             _ranks.allow_fp16()
-        engine = engine_of(case, case.tensors.module(values))
-        kinds.append(type(engine.optimizer).__name__)
-        return engine
+        engines.append(engine_of(case, case.tensors.module(values)))
+        return engines[-1]
 
     def read(engine: Any) -> dict[str, NDArray[Any]]:
         left = {name: engine.module.get_parameter(name) for name in case.tensors.frozen}
@@ -95,7 +100,8 @@ def observe_zero(rank: int, world: int, case: Zero) -> tuple[str, tuple[Row, ...
     marks = markers(case.tensors.shapes, case.dtype)
     slots = {f"{s} {i}": s for i in range(len(case.names())) for s in ("param", "compute")}
     rows = probe(marks, load, read, slots | dict.fromkeys(case.tensors.frozen, "param"))
-    return kinds[0], rows
+    described = DeepSpeedZeroAdapter().describe(TrainState(engines[-1]))
+    return type(engines[-1].optimizer).__name__, rows, described.rows
 
 
 def read_flats(optimizer: Any) -> dict[str, NDArray[Any]]:

@@ -19,8 +19,9 @@ from tests.declared._models import EVEN, ODD, TINY
 from tests.declared._zero import Zero, observe_zero
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
+    from dynadapt.vps.layout import Row
     from dynadapt.vps.mesh_layout import MeshLayout
 
 BF16_OPTIMIZER = {"data_types": {"grad_accum_dtype": "fp32"}}
@@ -70,15 +71,27 @@ def declared(case: Zero, world: int) -> MeshLayout:
     return declare(spec, shape_of(case.tensors), states=PARAM, groups=case.names())
 
 
+def boxes_of(rows: Iterable[Row]) -> list[tuple[Key, Box]]:
+    """Of masters and of what no optimizer has."""
+    return sorted((row.key, row.box) for row in rows if row.key.slot == "param")
+
+
 def check(name: str, world: int) -> None:
     case = CASES[name]
     observed = _worlds.run(world, observe_zero, case)
     kind = "BF16_Optimizer" if "BF16_Optimizer" in name else "DeepSpeedZeroOptimizer"
-    assert {found for found, _ in observed} == {kind}
-    for rank, (_, rows) in enumerate(observed):
+    assert {found for found, _, _ in observed} == {kind}
+    for rank, (_, rows, described) in enumerate(observed):
         assert places(rows) == sorted(expected(case, world, rank)), f"rank {rank}"
+        # The adapter calls tied tensors by their first name in the alphabet, and so do we here. Whole
+        # weights are one box to it.
+        assert boxes_of(described) == boxes_of(rows), f"rank {rank}"
+        shapes = case.tensors.shapes
+        weights = {row.key.name: row.box for row in described if row.key.slot == "compute"}
+        trained = {name for names in case.names() for name in names if prod(shapes[name])}
+        assert weights == {name: Box.whole(shapes[name]) for name in trained}
     if not case.parameter_alignment:
-        masters = [[row for row in rows if row.key.slot == "param"] for _, rows in observed]
+        masters = [[r for r in described if r.key.slot == "param"] for _, _, described in observed]
         assert_same(declared(case, world), masters)
 
 

@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests import _ranks
+from tests._deepspeed_gathers import gathered_below_3
+
 Tensors = dict[str, torch.Tensor]
 
 VOCAB, WIDTH, HIDDEN = 12, 8, 20
@@ -65,29 +68,61 @@ def tokens(step: int, rank: int = 0, rows: int = 2) -> torch.Tensor:
     return torch.randint(VOCAB, (rows, 7), generator=generator)
 
 
-def zero3(model: nn.Module, optimizer: Any = None, **config: Any) -> Any:
-    """A real ZeRO-3 engine in bf16 with small sub-groups."""
+#: What engines differ in, by the first half of a kind: stage, its options, and the rest of the config.
+ENGINES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "zero0": (0, {}, {}),
+    "zero0fused": (0, {}, {}),
+    "zero1": (1, {}, {}),
+    "zero1rr": (1, {"round_robin_gradients": True, "contiguous_gradients": False}, {}),
+    "zero1acc": (1, {}, {"data_types": {"grad_accum_dtype": "fp32"}}),  # with bf16: BF16_Optimizer
+    "zero2": (2, {}, {}),
+    "zero2rr": (2, {"round_robin_gradients": True}, {}),
+    "zero2off": (2, {"offload_optimizer": {"device": "cpu"}}, {}),
+    "zero3": (3, {"sub_group_size": 100, "stage3_param_persistence_threshold": 10}, {}),
+}
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 4}},
+    "fp32": {},
+}
+
+
+def deepspeed_engine(kind: str, model: nn.Module, optimizer: Any = None, **config: Any) -> Any:
+    """A real engine of a kind such as "zero1rr-bf16"."""
     import deepspeed
 
+    name, _, dtype = kind.partition("-")
+    if dtype == "fp16":
+        _ranks.allow_fp16()
+    stage, options, more = ENGINES[name]
     settings = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {
-            "stage": 3,
-            "sub_group_size": 100,
-            "stage3_param_persistence_threshold": 10,
+            "stage": stage,
+            "reduce_bucket_size": 1000,
+            "allgather_bucket_size": 1000,
+            **options,
         },
-        "bf16": {"enabled": True},
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
         "gradient_clipping": 0.0,
         "steps_per_print": 10**9,
+        **PRECISIONS[dtype],
+        **more,
     }
-    engine, _, _, _ = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer or adamw(model),
-        config={**settings, **config},
-        dist_init_required=False,
-    )
-    return engine
+    with _ranks.taken_for_fused(torch.optim.AdamW if name == "zero0fused" else None):
+        return deepspeed.initialize(
+            model=model,
+            optimizer=optimizer or adamw(model),
+            config={**settings, **config},
+            dist_init_required=False,
+        )[0]
+
+
+def zero3(model: nn.Module, optimizer: Any = None, **config: Any) -> Any:
+    """A real ZeRO-3 engine in bf16 with small sub-groups."""
+    return deepspeed_engine("zero3-bf16", model, optimizer, **config)
 
 
 def step(engine: Any, number: int) -> float:
@@ -131,10 +166,13 @@ def parallelize(model: nn.Module, mesh: Any) -> None:
 
 
 def zero_tensors(engine: Any, slots: tuple[str, ...] = ("exp_avg", "exp_avg_sq")) -> Tensors:
-    """Every master and optimizer state of a ZeRO-3 engine, by DeepSpeed's own gathers."""
+    """Every master and optimizer state of an engine, by DeepSpeed's own gathers where they are right."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+    if engine.zero_optimization_stage() < 3:
+        every = gathered_below_3(engine).items()
+        return {f"{name}/{slot}": full.float() for (name, slot), full in every if slot != "compute"}
     found: Tensors = {}
     for name, param in engine.module.named_parameters():
         if not param.requires_grad:

@@ -22,15 +22,18 @@ def _mean(loss: torch.Tensor) -> float:
     return float(total) / dist.get_world_size()
 
 
-class Zero3:
-    """DeepSpeed ZeRO-3."""
+class Zero:
+    """DeepSpeed, of any stage."""
 
-    def __init__(self, **config: Any) -> None:
-        self._config = config
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        # Without ZeRO DeepSpeed divides gradients by a scale that the loss was not multiplied by.
+        fp16 = {"fp16": {"enabled": True, "loss_scale": 1}}
+        self._config: dict[str, Any] = fp16 if kind.endswith("fp16") else {}
 
     def build(self, seed: int) -> dynadapt.TrainState:
         """An engine over the odd little model."""
-        engine = jobs.zero3(jobs.net(seed), **self._config)
+        engine = jobs.deepspeed_engine(self._kind, jobs.net(seed), **self._config)
         return dynadapt.TrainState(model=engine, counters={})
 
     def train_step(self, x: dynadapt.TrainState, step: int) -> float:
@@ -94,30 +97,41 @@ class Torch:
         x.optimizer.zero_grad()
 
 
-SUBJECTS: dict[str, Any] = {
-    "zero3-bf16": lambda: Zero3(),
-    "zero3-fp32": lambda: Zero3(bf16={"enabled": False}),
-    "tpdp": lambda: Torch("tpdp"),
-    "fsdp2": lambda: Torch("fsdp2"),
-    "plain": lambda: Torch("plain"),
-}
+def _subject(kind: str) -> Any:
+    return Zero(kind) if "-" in kind else Torch(kind)
 
 
 def _check(rank: int, world: int, one: str, two: str) -> None:
     def near(a: float, b: float) -> bool:
         return abs(a - b) < 0.05
 
-    check_adapter(SUBJECTS[one](), SUBJECTS[two](), same_loss=near, timeout=30)
+    check_adapter(_subject(one), _subject(two), same_loss=near, timeout=30)
+
+
+PAIRS = [
+    ("zero3-bf16", "tpdp"),
+    ("zero3-bf16", "zero3-fp32"),
+    ("zero3-fp32", "fsdp2"),
+    ("fsdp2", "plain"),
+    ("zero1-bf16", "plain"),
+    ("zero2rr-bf16", "zero0-bf16"),
+    ("zero1acc-bf16", "zero0-fp32"),
+]
+
+MORE = [
+    ("zero1rr-fp32", "zero3-fp32"),
+    ("zero2off-bf16", "fsdp2"),
+    ("zero0fused-bf16", "tpdp"),
+    ("zero2-fp16", "zero0-fp16"),
+    ("zero0fused-fp16", "zero1-fp16"),
+    ("zero1acc-bf16", "zero2-fp32"),
+    ("zero0-fp32", "plain"),
+]
 
 
 @pytest.mark.parametrize(
     ("one", "two"),
-    [
-        ("zero3-bf16", "tpdp"),
-        ("zero3-bf16", "zero3-fp32"),
-        ("zero3-fp32", "fsdp2"),
-        ("fsdp2", "plain"),
-    ],
+    [*PAIRS, *(pytest.param(*pair, marks=pytest.mark.nightly) for pair in MORE)],
 )
 def test_conformance(ranks4: Pool, one: str, two: str) -> None:
     """Out and back between two frameworks, with every rule of the contract tried on the way."""

@@ -8,126 +8,44 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from torch import nn
 
 import dynadapt
-from tests import _ranks
 from tests.live import jobs
+from tests.live._layouts import Job
 
 if TYPE_CHECKING:
     from tests._ranks import Pool
-
-ADAM = ("exp_avg", "exp_avg_sq")
-
-
-class Job:
-    """One layout of the job: its state for dynadapt, a step, an evaluation, its tensors."""
-
-    def __init__(self, kind: str, optimizer: str = "adamw") -> None:
-        self.kind = kind
-        self.slots = ("momentum_buffer",) if optimizer == "sgd" else ADAM
-        self._make = {"adamw": jobs.adamw, "adam": _adam, "sgd": _sgd}[optimizer]
-        model = jobs.net(seed=len(kind))
-        build = getattr(self, f"_{kind.partition('-')[0]}")
-        self.engine: Any = None
-        self.model: nn.Module = model
-        self.optimizer: Any = None
-        build(model)
-        if self.engine is not None:
-            self.state = dynadapt.TrainState(model=self.engine, counters={})
-        else:
-            self.optimizer = self._make(self.model)
-            self.state = dynadapt.TrainState(self.model, self.optimizer, counters={})
-
-    def _zero3(self, model: nn.Module) -> None:
-        dtype = self.kind.partition("-")[2]
-        config: dict[str, Any] = {"bf16": {"enabled": dtype == "bf16"}}
-        if dtype == "fp16":
-            config["fp16"] = {"enabled": True, "initial_scale_power": 4}
-        self.engine = jobs.zero3(model, self._make(model), **config)
-
-    def _fsdp2(self, model: nn.Module) -> None:
-        from torch.distributed.fsdp import fully_shard
-
-        fully_shard(model.up)
-        fully_shard(model)
-
-    def _hsdp(self, model: nn.Module) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        fully_shard(model, mesh=mesh)
-
-    def _tpfsdp(self, model: nn.Module) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        jobs.parallelize(model, mesh["tp"])
-        fully_shard(model, mesh=mesh["dp"])
-
-    def _tp(self, model: nn.Module) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-
-        jobs.parallelize(model, init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)))
-
-    def _tpdp(self, model: nn.Module) -> None:
-        self.model, _, _ = jobs.tensor_parallel(model)
-
-    def _ddp(self, model: nn.Module) -> None:
-        self.model = nn.parallel.DistributedDataParallel(model)
-
-    def _plain(self, model: nn.Module) -> None:
-        """As it is, on every rank."""
-
-    def step(self, number: int) -> float:
-        """One optimizer step on the same batch on every rank, so any layout sees the same gradient."""
-        batch = jobs.tokens(number)
-        if self.engine is not None:
-            loss = self.engine(batch)
-            self.engine.backward(loss)
-            self.engine.step()
-            return float(loss.detach())
-        loss = self.model(batch)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return float(loss.detach())
-
-    def evaluate(self) -> None:
-        """A forward without gradients, which leaves gathered weights behind."""
-        with torch.no_grad():
-            (self.engine if self.engine is not None else self.model)(jobs.tokens(99))
-
-    def tensors(self) -> jobs.Tensors:
-        """Everything, gathered by the framework itself."""
-        if self.engine is not None:
-            return jobs.zero_tensors(self.engine, self.slots)
-        return jobs.torch_tensors(self.model, self.optimizer, self.slots)
-
-
-def _adam(model: nn.Module) -> torch.optim.Adam:
-    return torch.optim.Adam(jobs.groups(model), lr=1e-2, amsgrad=False)
-
-
-def _sgd(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(jobs.groups(model), lr=1e-2, momentum=0.9)
-
 
 CHAINS = {
     "bf16": ("zero3-bf16", "fsdp2", "tpfsdp", "hsdp", "ddp", "tp", "tpdp", "plain", "zero3-bf16"),
     "fp32": ("zero3-fp32", "tpdp", "zero3-fp32", "ddp", "zero3-fp32", "fsdp2", "zero3-fp32"),
     "fp16": ("zero3-fp16", "tpdp", "zero3-fp16"),
+    "stages": (
+        *("zero1-bf16", "plain", "zero2-bf16", "zero3-bf16", "zero1rr-bf16", "fsdp2"),
+        *("zero2rr-bf16", "zero0-bf16", "zero1acc-bf16", "ddp", "zero1-bf16"),
+    ),
+    "stages fp32": (
+        "zero2-fp32",
+        "zero0-fp32",
+        "tpdp",
+        "zero1rr-fp32",
+        "zero3-fp32",
+        "zero2off-fp32",
+    ),
+    "stages fp16": (
+        "zero1-fp16",
+        "zero0-fp16",
+        "zero2-fp16",
+        "plain",
+        "zero0fused-fp16",
+        "zero3-fp16",
+    ),
     "adam": ("zero3-bf16", "fsdp2", "zero3-bf16"),
     "sgd": ("zero3-bf16", "tpdp", "zero3-bf16"),
 }
 
 
 def _walk(rank: int, world: int, name: str) -> list[dict[str, Any]]:
-    if name == "fp16":
-        _ranks.allow_fp16()
     optimizer = name if name in {"adam", "sgd"} else "adamw"
     job = Job(CHAINS[name][0], optimizer)
     answers = []

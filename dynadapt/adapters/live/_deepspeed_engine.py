@@ -51,14 +51,28 @@ def apply_counters(engine: Any, own: dict[str, int], item: AuxItem | None) -> tu
     return tuple(outcomes)
 
 
-def scaler_item(optimizer: Any) -> AuxItem | None:
-    """The `scaler` aux item of an fp16 engine: class, current scale, and all its fields.
+def _scaler_of(engine: Any) -> Any:
+    """The loss scaler of an fp16 engine, or None.
 
-    Other dtypes have a scaler too, that multiplies by one: no state.
+    Optimizers of other dtypes may have a scaler too, that multiplies by one: no state. Without ZeRO
+    it is called a config, and counts all the same.
     """
-    if optimizer.dtype != torch.float16:
+    if engine.get_data_types()[0] != torch.float16:
         return None
-    scaler = optimizer.loss_scaler
+    optimizer = engine.optimizer
+    return getattr(optimizer, "loss_scaler", None) or optimizer.loss_scale_config
+
+
+def _is_dynamic(scaler: Any) -> bool:
+    return bool(getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False)))
+
+
+def scaler_item(engine: Any) -> AuxItem | None:
+    """The `scaler` aux item of an fp16 engine: class, current scale, and all its fields."""
+    scaler = _scaler_of(engine)
+    if scaler is None:
+        return None
+    optimizer = engine.optimizer
     override = optimizer.external_loss_scale if optimizer.custom_loss_scaler else None
     value = {
         "class": type(scaler).__name__,
@@ -69,24 +83,23 @@ def scaler_item(optimizer: Any) -> AuxItem | None:
     return AuxItem("scaler", value)
 
 
-def apply_scaler(optimizer: Any, item: AuxItem | None) -> tuple[Outcome, ...]:
+def apply_scaler(engine: Any, item: AuxItem | None) -> tuple[Outcome, ...]:
     """Go on with the source's loss scale; with all of its fields, if the classes are the same."""
-    scaled = optimizer.dtype == torch.float16
+    scaler = _scaler_of(engine)
     if item is None:
         note = "the source does not scale its loss; the target starts with its own scale"
-        return (Outcome("scaler", "dropped", note),) if scaled else ()
-    if not scaled:
+        return (Outcome("scaler", "dropped", note),) if scaler is not None else ()
+    if scaler is None:
         return (Outcome("scaler", "dropped", "the target does not scale its loss"),)
-    scaler = optimizer.loss_scaler
     value = item.value
     if value.get("override") is not None:
-        optimizer.override_loss_scale(value["override"])
+        engine.optimizer.override_loss_scale(value["override"])
     if value.get("class") == type(scaler).__name__:
         for name, entry in value["state"].items():
             if hasattr(scaler, name):
                 setattr(scaler, name, entry)
         return (Outcome("scaler", "exact"),)
-    if not scaler.dynamic or "scale" not in value:
+    if not _is_dynamic(scaler) or "scale" not in value:
         note = f"the source's is a {value.get('class')}, the target's a {type(scaler).__name__}"
         return (Outcome("scaler", "dropped", note),)
     scaler.cur_scale = value["scale"]
@@ -95,15 +108,19 @@ def apply_scaler(optimizer: Any, item: AuxItem | None) -> tuple[Outcome, ...]:
 
 def behaviour(engine: Any) -> dict[str, Any]:
     """What the engine does to a step by configuration rather than by state."""
-    if engine.fp16_enabled():
-        scaling = "dynamic" if engine.optimizer.loss_scaler.dynamic else "static"
-    else:
-        scaling = "none"
+    scaler = _scaler_of(engine)
+    scaling = "none"
+    if scaler is not None:
+        scaling = "dynamic" if _is_dynamic(scaler) else "static"
+        if not engine.zero_optimization():
+            # DeepSpeed 0.19 divides gradients by the scale without having multiplied the loss by it,
+            # so moments of such an engine are smaller than those of any other.
+            scaling += ", of gradients only"
     autocast = engine.torch_autocast_dtype() if engine.torch_autocast_enabled() else None
     return {
         "framework": "deepspeed",
         "zero_stage": int(engine.zero_optimization_stage()),
-        "precision": str(engine.optimizer.dtype).removeprefix("torch."),
+        "precision": str(engine.get_data_types()[0]).removeprefix("torch."),
         "autocast": str(autocast).removeprefix("torch.") if autocast is not None else None,
         "gradient_clipping": float(engine.gradient_clipping()),
         "gradient_accumulation_steps": int(engine.gradient_accumulation_steps()),

@@ -1,36 +1,110 @@
-"""Which ZeRO-3 engines can be worked on: those whose state is made of ordinary flat tensors."""
+"""Which DeepSpeed engines can be worked on, and by what: those whose state is ordinary tensors."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from dynadapt.adapters._common import named_parameters
-from dynadapt.errors import Finding
+from dynadapt.adapters.live._deepspeed_zero0 import Fused, Plain, Unfused
+from dynadapt.adapters.live._deepspeed_zero3 import Zero3
+from dynadapt.adapters.live._deepspeed_zero12 import Bf16, Zero12
+from dynadapt.errors import Finding, Refused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["zero3_findings"]
+    from dynadapt.adapters.live._deepspeed_flats import Flats
+
+__all__ = ["view_of"]
+
+_VIEWS: dict[type, type[Flats]] = {
+    DeepSpeedZeroOptimizer_Stage3: Zero3,
+    DeepSpeedZeroOptimizer: Zero12,
+    BF16_Optimizer: Bf16,
+    FP16_Optimizer: Fused,
+    FP16_UnfusedOptimizer: Unfused,
+}
+"""By exact class: subclasses (ZenFlow, SuperOffload) keep state elsewhere."""
 
 
-def zero3_findings(engine: Any) -> list[Finding]:
-    """Every reason why an engine's state cannot be read or written; empty if it can."""
+def view_of(engine: Any) -> Flats:
+    """The engine's optimizer as shares. Raises `Refused` with every reason why it cannot be read."""
     optimizer = engine.optimizer
-    if type(optimizer) is not DeepSpeedZeroOptimizer_Stage3:
-        return [
-            Finding(
-                "unsupported-stage",
-                "the engine's optimizer",
-                f"it is a {type(optimizer).__name__}, not ZeRO-3's own optimizer",
-                "build the engine with an optimizer, without MiCS and SuperOffload",
-            )
-        ]
-    return [*_offload(optimizer), *_parallel_or_quantized(engine)]
+    kind = _VIEWS.get(type(optimizer))
+    if kind is None and isinstance(optimizer, torch.optim.Optimizer):
+        kind = Plain
+    if kind is None:
+        raise Refused([_unknown(engine)])
+    findings = [*_anywhere(engine)]
+    if kind is Zero3:
+        findings += [*_zero3_offload(optimizer), *_zero3_pieces(engine)]
+    elif kind is Zero12:
+        findings += _zero12(optimizer)
+    if findings:
+        raise Refused(findings)
+    return kind(engine)
 
 
-def _offload(optimizer: Any) -> Iterator[Finding]:
+def _unknown(engine: Any) -> Finding:
+    optimizer, where = engine.optimizer, "the engine's optimizer"
+    name = type(optimizer).__name__
+    if optimizer is None or name in {"DummyOptim", "DeepSpeedZeRoOffload"}:
+        cause = "the engine was built without one"
+        return Finding("unsupported-stage", where, cause, "build the engine with an optimizer")
+    return Finding(
+        "unsupported-stage",
+        where,
+        f"it is a {name}, which is none of DeepSpeed's own for ZeRO stages 0 to 3",
+        "build the engine without ZenFlow and SuperOffload",
+    )
+
+
+def _anywhere(engine: Any) -> Iterator[Finding]:
+    """Set-ups in which a rank's parameters are not the model's, or state lies outside the optimizer."""
+    if engine.mp_world_size > 1 or engine.autotp_size() > 1:
+        yield Finding(
+            "unsupported-parallel",
+            "tensor parallelism",
+            "the engine's parameters are shards themselves",
+            "use DeepSpeed without tensor parallelism",
+        )
+    if getattr(engine, "pipeline_parallelism", False):
+        yield Finding(
+            "unsupported-parallel",
+            "pipeline parallelism",
+            "a rank knows the parameters of its own stage only",
+            "use DeepSpeed without a PipelineModule",
+        )
+    if engine.has_moe_layers:
+        yield Finding(
+            "unsupported-parallel",
+            "mixture of experts",
+            "experts are spread over an expert-parallel group",
+            "use a model without deepspeed.moe layers",
+        )
+    for owner in (engine.optimizer, engine):
+        for name in ("torch_autocast_gradscaler", "torch_autocast_z0_gradscaler"):
+            if getattr(owner, name, None) is not None:
+                yield Finding(
+                    "unsupported-scaler",
+                    "torch_autocast",
+                    "autocast to float16 scales the loss by a scaler of its own, which is not carried",
+                    "use the fp16 section of the config, or torch_autocast with bfloat16",
+                )
+    if getattr(engine.optimizer, "offloaded_states", None):
+        cause = "engine.offload_states() has moved the state away"
+        fix = "call engine.reload_states() first"
+        yield Finding("unsupported-offload", "zero_optimization", cause, fix)
+
+
+def _zero3_offload(optimizer: Any) -> Iterator[Finding]:
     """Optimizer and parameter offload to host memory are plain tensors; these are not."""
     where = "zero_optimization"
     if optimizer.swap_optimizer or optimizer.params_in_nvme_and_cpu:
@@ -40,20 +114,10 @@ def _offload(optimizer: Any) -> Iterator[Finding]:
         yield Finding("unsupported-offload", where, cause, "set offload_optimizer.ratio to 1.0")
     if optimizer.zenflow:
         yield Finding("unsupported-offload", where, "ZenFlow keeps state apart", "turn it off")
-    if optimizer.offloaded_states:
-        cause = "engine.offload_states() has moved the state away"
-        yield Finding("unsupported-offload", where, cause, "call engine.reload_states() first")
 
 
-def _parallel_or_quantized(engine: Any) -> Iterator[Finding]:
-    """Configurations in which a parameter's shape is not the model's, or its piece is quantized."""
-    if engine.mp_world_size > 1 or engine.autotp_size() > 1:
-        yield Finding(
-            "unsupported-parallel",
-            "tensor parallelism",
-            "the engine's parameters are shards themselves",
-            "use ZeRO-3 without tensor parallelism",
-        )
+def _zero3_pieces(engine: Any) -> Iterator[Finding]:
+    """Pieces that are not parts of the weight itself."""
     for named in named_parameters(engine.module):
         if hasattr(named.tensor.ds_tensor, "ds_quant_scale"):  # type: ignore[attr-defined]
             yield Finding(
@@ -69,3 +133,22 @@ def _parallel_or_quantized(engine: Any) -> Iterator[Finding]:
                 "it is spread over an expert-parallel group",
                 "use ZeRO-3 without AutoEP",
             )
+
+
+def _zero12(optimizer: Any) -> Iterator[Finding]:
+    if len(optimizer.optimizer.param_groups) != len(optimizer.bit16_groups):
+        # DeepSpeed 0.19 makes Adagrad anew, over one group: its own step fails then.
+        yield Finding(
+            "unsupported-optimizer",
+            type(optimizer.optimizer).__name__,
+            f"DeepSpeed has joined its {len(optimizer.bit16_groups)} param groups into one, and "
+            "cannot step it",
+            "give it one param group, or use another optimizer",
+        )
+    if any(group.get("use_muon") for group in optimizer.optimizer.param_groups):
+        yield Finding(
+            "unsupported-optimizer",
+            "Muon",
+            "its momentum is laid out by whole matrices, not as its master is",
+            "use another optimizer",
+        )

@@ -1,12 +1,15 @@
-"""Live DeepSpeed ZeRO engines (deepspeed 0.19). Stage 3; other stages are refused.
+"""Live DeepSpeed engines (deepspeed 0.19): ZeRO stages 0 to 3, each in bf16, fp16 and fp32.
 
 How the five methods go about it:
 
 - `quiesce` refuses while gradients are accumulated, then frees what an eval forward left gathered.
 - `describe` reads this rank's piece of each flat tensor; padding is never described.
 - `prepare` makes the optimizer state that a fresh engine does not have, as zeros and step 0.
-- `finish` sets steps, renews the weights from the masters, gathers persistent parameters again.
+- `finish` sets steps and hyperparameters, and renews the weights from the masters.
 - `abandon` takes back made state and lets masters agree with the weights again.
+
+`_deepspeed_flats` has what all optimizers share, `_deepspeed_zero3`, `_deepspeed_zero12` and
+`_deepspeed_zero0` what each of them does otherwise, `_deepspeed_support` which one an engine has.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ from dynadapt.adapters._aux import (
 )
 from dynadapt.adapters._common import BufferTable, dtype_name, is_local, named_buffers
 from dynadapt.adapters.live import _deepspeed_engine as aside
-from dynadapt.adapters.live._deepspeed_support import zero3_findings
-from dynadapt.adapters.live._deepspeed_zero3 import Zero3
+from dynadapt.adapters.live._deepspeed_support import view_of
+from dynadapt.adapters.live._deepspeed_undo import Before
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import AuxItem, Described, Outcome, TrainState, alone
 from dynadapt.vps.box import Box
@@ -40,21 +43,18 @@ from dynadapt.vps.keys import Key, KeySpec
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import torch
-
+    from dynadapt.adapters.live._deepspeed_flats import Flats
     from dynadapt.protocols import Agree
 
 __all__ = ["DeepSpeedZeroAdapter"]
 
-_STAGES: dict[int, type[Zero3]] = {Zero3.stage: Zero3}
-
-# What `prepare` made, by engine: the API may use one adapter object for `prepare` and another one
-# for `abandon`.
-_made: WeakKeyDictionary[Any, list[torch.Tensor]] = WeakKeyDictionary()
+# What `prepare` found and which units it made states for, by engine: the API may use one adapter
+# object for `prepare` and another one for `abandon`.
+_before: WeakKeyDictionary[Any, tuple[Before, list[int]]] = WeakKeyDictionary()
 
 
 class DeepSpeedZeroAdapter:
-    """Reads and writes the state behind a `DeepSpeedEngine` with ZeRO stage 3.
+    """Reads and writes the state behind a `DeepSpeedEngine` of any ZeRO stage.
 
     >>> DeepSpeedZeroAdapter.name
     'deepspeed_zero'
@@ -65,7 +65,7 @@ class DeepSpeedZeroAdapter:
     def quiesce(self, x: Any, agree: Agree = alone) -> None:
         """Prove a step boundary, then drop gathered copies. No communication."""
         state = TrainState.of(x)
-        view = _view(state.model)
+        view = view_of(state.model)
         findings = _mid_step(state.model, view)
         if findings:
             raise Refused(findings)
@@ -76,7 +76,7 @@ class DeepSpeedZeroAdapter:
         """This rank's piece of every parameter, and the model's buffers whole."""
         state = TrainState.of(x)
         engine = state.model
-        view = _view(engine)
+        view = view_of(engine)
         findings = view.odd_state()
         table = BufferTable()
         specs = [*view.describe(table), *_describe_buffers(engine, table)]
@@ -96,22 +96,23 @@ class DeepSpeedZeroAdapter:
             scalars={
                 share.named.name: scalars
                 for share in view.shares
-                if share.sub_group >= 0 and (scalars := view.scalars(share.sub_group))
+                if share.unit >= 0 and (scalars := view.scalars(share.unit))
             },
             aux=_aux(state, view),
-            coordinate={"dp": _rank(view), **state.coordinate},
-            flat_step=True,
+            coordinate={"dp": view.rank, **state.coordinate},
+            flat_step=view.flat_step,
         )
 
     def prepare(self, x: Any, keys: tuple[KeySpec, ...]) -> Described:
         """Make the optimizer state that the source has and this engine has not, then describe."""
         engine = TrainState.of(x).model
-        _made.pop(engine, None)  # of an earlier migration, which was committed
-        view = _view(engine)
+        _before.pop(engine, None)  # of an earlier migration, which was committed
+        view = view_of(engine)
+        before = Before.of(view)
         made, allocated, findings = view.make_state(keys)
         if findings:
             raise Refused(findings)
-        _made[engine] = made
+        _before[engine] = before, made
         return replace(self.describe(x), allocated=allocated)
 
     def finish(
@@ -122,72 +123,48 @@ class DeepSpeedZeroAdapter:
         aux: Mapping[str, AuxItem],
         agree: Agree = alone,
     ) -> tuple[Outcome, ...]:
-        """Set steps and hyperparameters, renew every copy of the weights. No communication.
+        """Set steps and hyperparameters, then renew every copy of the weights.
 
-        Parameters that stay whole between steps are left cut: the next forward gathers them, as any
-        other. Here a rank that fails or hangs would take the training group down with it.
+        Stages 1 and 2 gather their weights here, so all that may fail comes first and is voted on. No
+        other stage communicates: ZeRO-3 leaves its parameters cut, the next forward gathers them.
         """
         state = TrainState.of(x)
         engine = state.model
-        view = _view(engine)
+        view = view_of(engine)
         # First, since it may refuse.
         outcomes = list(
             apply_groups(view.inner.param_groups, view.names(), aux.get("param_groups"))
         )
-        view.set_scalars(scalars)
-        view.renew()
         outcomes += apply_scheduler(
             _scheduler(state), aux.get("scheduler"), aux.get("param_groups"), view.names()
         )
+        view.set_scalars(scalars)
+        view.set_group_steps()
         outcomes += aside.apply_counters(engine, state.counters, aux.get("counters"))
         outcomes += apply_data(state, aux.get("data"))
-        outcomes += aside.apply_scaler(engine.optimizer, aux.get("scaler"))
+        outcomes += aside.apply_scaler(engine, aux.get("scaler"))
         outcomes += apply_behaviour(aside.behaviour(engine), aux.get("behaviour"))
         outcomes += dropped_extras(state, keys)
         outcomes += apply_user(with_extra_states(engine.module, state.user), aux)
+        if view.communicates:
+            agree()
+        view.renew()
         return tuple(outcomes)
 
     def abandon(self, x: Any) -> None:
         """Take back what `prepare` made, and let masters agree with the weights. No communication.
 
-        Bytes that already arrived cannot be told from the target's own in frozen weights and in
-        optimizer state that was there before: a target that had stepped is as if half loaded.
+        Bytes that already arrived cannot be told from the target's own where there is no second copy:
+        in frozen weights, in the weights of an fp32 engine without ZeRO, and in optimizer state of
+        earlier steps. Such a target is as if half loaded.
         """
         engine = TrainState.of(x).model
-        view = _view(engine)
-        for flat in _made.pop(engine, []):
-            view.inner.state.pop(flat, None)
-        view.restore_masters()
+        if engine in _before:
+            before, made = _before.pop(engine)
+            before.put_back(view_of(engine), made)
 
 
-def _view(engine: Any) -> Zero3:
-    stage = int(engine.zero_optimization_stage())
-    kind = _STAGES.get(stage)
-    if kind is None:
-        supported = ", ".join(map(str, sorted(_STAGES)))
-        raise Refused(
-            [
-                Finding(
-                    "unsupported-stage",
-                    "zero_optimization.stage",
-                    f"ZeRO stage {stage} is not supported yet",
-                    f"use stage {supported}",
-                )
-            ]
-        )
-    findings = zero3_findings(engine)
-    if findings:
-        raise Refused(findings)
-    return kind(engine)
-
-
-def _rank(view: Zero3) -> int:
-    from deepspeed import comm
-
-    return int(comm.get_rank(group=view.optimizer.dp_process_group))
-
-
-def _mid_step(engine: Any, view: Zero3) -> list[Finding]:
+def _mid_step(engine: Any, view: Flats) -> list[Finding]:
     every = int(engine.gradient_accumulation_steps())
     done = max(view.pending_backwards(), engine.micro_steps % every)
     if not done:
@@ -195,7 +172,7 @@ def _mid_step(engine: Any, view: Zero3) -> list[Finding]:
     return [
         Finding(
             "mid-step",
-            f"rank {_rank(view)}",
+            f"rank {view.rank}",
             f"micro-step {done} of {every}: gradients are accumulated that no step has used",
             "migrate right after the engine.step() that updates the weights",
         )
@@ -226,14 +203,14 @@ def _scheduler(state: TrainState) -> Any:
     return state.scheduler if state.scheduler is not None else state.model.lr_scheduler
 
 
-def _aux(state: TrainState, view: Zero3) -> tuple[AuxItem, ...]:
+def _aux(state: TrainState, view: Flats) -> tuple[AuxItem, ...]:
     engine = state.model
     counters = {**aside.counters_of(engine), **state.counters}
     items = (
         optimizer_item(view.inner),
         groups_item(view.inner.param_groups, view.names()),
         scheduler_item(_scheduler(state)),
-        aside.scaler_item(engine.optimizer),
+        aside.scaler_item(engine),
         AuxItem("behaviour", aside.behaviour(engine)),
         *user_items(with_extra_states(engine.module, state.user), state.samples, counters),
     )
