@@ -55,7 +55,7 @@ class Zero3:
 
 
 class Torch:
-    """A DTensor or plain model, sharded by `shard(model)`."""
+    """A DTensor, FSDP1 or plain model."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -70,7 +70,14 @@ class Torch:
             return dynadapt.TrainState(model, optimizer, counters={})
         if self._kind == "fsdp2":
             fully_shard(model)
-        return dynadapt.TrainState(model, jobs.adamw(model), counters={})
+        make = jobs.adamw
+        if self._kind == "fsdp1":
+            model = jobs.fsdp1(model, "SHARD_GRAD_OP", units=("up",))
+        if self._kind == "fsdp1-flat":
+            model, make = jobs.fsdp1(model, orig_params=False), jobs.even
+        if self._kind == "even":
+            make = jobs.even
+        return dynadapt.TrainState(model, make(model, lr=seed / 200), counters={})
 
     def train_step(self, x: dynadapt.TrainState, step: int) -> float:
         """One step on the same batch everywhere."""
@@ -100,6 +107,9 @@ SUBJECTS: dict[str, Any] = {
     "tpdp": lambda: Torch("tpdp"),
     "fsdp2": lambda: Torch("fsdp2"),
     "plain": lambda: Torch("plain"),
+    "even": lambda: Torch("even"),
+    "fsdp1": lambda: Torch("fsdp1"),
+    "fsdp1-flat": lambda: Torch("fsdp1-flat"),
 }
 
 
@@ -117,6 +127,8 @@ def _check(rank: int, world: int, one: str, two: str) -> None:
         ("zero3-bf16", "zero3-fp32"),
         ("zero3-fp32", "fsdp2"),
         ("fsdp2", "plain"),
+        ("fsdp1", "zero3-fp32"),
+        ("fsdp1-flat", "even"),
     ],
 )
 def test_conformance(ranks4: Pool, one: str, two: str) -> None:

@@ -27,7 +27,8 @@ class Job:
     def __init__(self, kind: str, optimizer: str = "adamw") -> None:
         self.kind = kind
         self.slots = ("momentum_buffer",) if optimizer == "sgd" else ADAM
-        self._make = {"adamw": jobs.adamw, "adam": _adam, "sgd": _sgd}[optimizer]
+        makers = {"adamw": jobs.adamw, "even": jobs.even, "adam": _adam, "sgd": _sgd}
+        self._make = makers[optimizer]
         model = jobs.net(seed=len(kind))
         build = getattr(self, f"_{kind.partition('-')[0]}")
         self.engine: Any = None
@@ -76,6 +77,11 @@ class Job:
     def _tpdp(self, model: nn.Module) -> None:
         self.model, _, _ = jobs.tensor_parallel(model)
 
+    def _fsdp1(self, model: nn.Module) -> None:
+        """`fsdp1-<strategy>` or `fsdp1-<strategy>-flat`, without use_orig_params."""
+        _, strategy, *flat = self.kind.split("-")
+        self.model = jobs.fsdp1(model, strategy, orig_params=not flat)
+
     def _ddp(self, model: nn.Module) -> None:
         self.model = nn.parallel.DistributedDataParallel(model)
 
@@ -105,6 +111,8 @@ class Job:
         """Everything, gathered by the framework itself."""
         if self.engine is not None:
             return jobs.zero_tensors(self.engine, self.slots)
+        if self.kind.startswith("fsdp1"):
+            return jobs.fsdp1_tensors(self.model, self.optimizer, self.slots)
         return jobs.torch_tensors(self.model, self.optimizer, self.slots)
 
 
@@ -121,14 +129,22 @@ CHAINS = {
     "fp32": ("zero3-fp32", "tpdp", "zero3-fp32", "ddp", "zero3-fp32", "fsdp2", "zero3-fp32"),
     "fp16": ("zero3-fp16", "tpdp", "zero3-fp16"),
     "adam": ("zero3-bf16", "fsdp2", "zero3-bf16"),
-    "sgd": ("zero3-bf16", "tpdp", "zero3-bf16"),
+    "sgd": ("zero3-bf16", "tpdp", "fsdp1-FULL_SHARD", "zero3-bf16"),
+    "fsdp1": (
+        *("zero3-bf16", "fsdp1-FULL_SHARD", "fsdp2", "fsdp1-SHARD_GRAD_OP", "tpfsdp"),
+        *("fsdp1-HYBRID_SHARD", "zero3-fp32", "fsdp1-NO_SHARD", "ddp"),
+    ),
+    "even": (
+        *("zero3-bf16", "fsdp1-FULL_SHARD-flat", "tpdp", "fsdp1-SHARD_GRAD_OP-flat", "ddp"),
+        *("fsdp1-HYBRID_SHARD-flat", "fsdp1-FULL_SHARD", "fsdp1-NO_SHARD-flat", "zero3-fp32"),
+    ),
 }
 
 
 def _walk(rank: int, world: int, name: str) -> list[dict[str, Any]]:
     if name == "fp16":
         _ranks.allow_fp16()
-    optimizer = name if name in {"adam", "sgd"} else "adamw"
+    optimizer = name if name in {"adam", "sgd", "even"} else "adamw"
     job = Job(CHAINS[name][0], optimizer)
     answers = []
     for number, kind in enumerate(CHAINS[name][1:]):
