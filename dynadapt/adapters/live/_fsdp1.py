@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["check_step_boundary", "check_supported", "param_policies", "require_sharded", "reshard"]
 
-_ZERO_GRAD = "finish the step, then call optimizer.zero_grad()"
+#: The model's and not the optimizer's, which leaves out frozen tensors: under no_sync() these show their
+#: stretch of the flat gradient, and as long as one does, FSDP1 adds to it what was there before.
+_ZERO_GRAD = "finish the step, then call model.zero_grad()"
 
 #: Where a forward finds gathered weights: in the dtype it computes in, and in the parameters' own.
 _GATHERED = ("_full_param_padded", "_full_prec_full_param_padded")
