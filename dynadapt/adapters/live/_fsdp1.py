@@ -11,7 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _free_storage
 
 from dynadapt.adapters.live._fsdp1_parts import local_shard, named_parts, units
+from dynadapt.adapters.live._torch_aux import holds_value
 from dynadapt.errors import Finding, Refused
+from dynadapt.vps.keys import canonical_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,7 +79,7 @@ def check_step_boundary(model: torch.nn.Module) -> None:
         if id(own) in seen:
             continue
         seen.add(id(own))
-        if own.grad is not None and _nonzero(own.grad):
+        if own.grad is not None and holds_value(own.grad):
             flat = part is not None and part.flat
             cause = "the gradient of its flat parameter" if flat else "its gradient"
             findings.append(Finding("mid-step", named.name, f"{cause} holds a value", _ZERO_GRAD))
@@ -87,12 +89,12 @@ def check_step_boundary(model: torch.nn.Module) -> None:
             state = unit._handle._training_state.name
             cause = f"it is in {state}: a pass or summon_full_params has not ended"
             findings.append(Finding("mid-step", where, cause, "migrate after it"))
-        findings += _replaced(where, unit._handle)
+        findings += _replaced(name, unit._handle)
     if findings:
         raise Refused(findings)
 
 
-def _replaced(where: str, handle: Any) -> Iterator[Finding]:
+def _replaced(unit: str, handle: Any) -> Iterator[Finding]:
     flat = handle.flat_param
     shown = handle._skipped_use_sharded_views  # a forward's views stand in for the parameters
     if flat._params is None or shown or handle._training_state != HandleTrainingState.IDLE:
@@ -105,18 +107,10 @@ def _replaced(where: str, handle: Any) -> Iterator[Finding]:
         if info.in_shard and (now is not parameter or moved):
             yield Finding(
                 "mid-step",
-                f"{where}: {name}" if where != "the root module" else name,
+                canonical_name(f"{unit}.{name}" if unit else name),
                 "its data were replaced, and FSDP1 takes them over in the next forward only",
                 "run a forward, or write in place with copy_()",
             )
-
-
-def _nonzero(gradient: torch.Tensor) -> bool:
-    if gradient.is_meta or not gradient.numel():
-        return False
-    if gradient.layout is not torch.strided:
-        gradient = gradient.coalesce().values()
-    return bool(gradient.count_nonzero().item())
 
 
 def reshard(model: torch.nn.Module) -> None:

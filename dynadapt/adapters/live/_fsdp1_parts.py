@@ -94,13 +94,13 @@ def named_parts(model: torch.nn.Module) -> tuple[tuple[NamedTensor, Part | None]
     pieces: dict[int, torch.Tensor] = {}  # by the parameter's own id, with `use_orig_params`
     entries: dict[int, dict[str, torch.Tensor]] = {}  # by module: attribute -> piece
     flats: set[int] = set()
-    for _, unit in units(model):
+    for path, unit in units(model):
         handle = unit._handle
         flat = handle.flat_param
         flats.add(id(flat))
         primary: dict[tuple[int, str], torch.Tensor] = {}
         for index, (attribute, module, _) in enumerate(flat._param_infos):
-            part = _part(handle, index)
+            part = _part(handle, index, path)
             own = flat if part.flat else part.parameter
             piece = part.piece.requires_grad_(own.requires_grad)
             parts[id(piece)] = part
@@ -121,14 +121,15 @@ def named_parts(model: torch.nn.Module) -> tuple[tuple[NamedTensor, Part | None]
     return tuple((each, parts.get(id(each.tensor))) for each in named_once(named.items()))
 
 
-def _part(handle: Any, index: int) -> Part:
+def _part(handle: Any, index: int, unit: str) -> Part:
     flat = handle.flat_param
     info = flat._shard_param_infos[index]
     start = info.intra_param_start_idx if info.in_shard else 0
     shape = tuple(flat._shapes[index])
+    name = canonical_name(f"{unit}.{flat._fqns[index]}" if unit else flat._fqns[index])
     return Part(
         shape=shape,
-        dims=_slowest_first(flat._fqns[index], shape, flat._strides[index]),
+        dims=_slowest_first(name, shape, flat._strides[index]),
         span=Span(start, start + (info.numel_in_shard if info.in_shard else 0)),
         offset=info.offset_in_shard if info.in_shard else 0,
         shard=local_shard(handle),
