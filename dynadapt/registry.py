@@ -69,6 +69,15 @@ def _is_module(x: Any) -> bool:
     return torch is not None and isinstance(x, TrainState) and isinstance(x.model, torch.nn.Module)
 
 
+def _has_fsdp1(x: Any) -> bool:
+    kinds = sys.modules.get("torch.distributed.fsdp")
+    return (
+        kinds is not None
+        and _is_module(x)
+        and any(isinstance(each, kinds.FullyShardedDataParallel) for each in x.model.modules())
+    )
+
+
 _BUILT_IN = (
     Entry(
         "deepspeed_zero",
@@ -76,6 +85,7 @@ _BUILT_IN = (
         ("torch", "deepspeed"),
         _is_deepspeed,
     ),
+    Entry("fsdp1", "dynadapt.adapters.live.fsdp1:Fsdp1Adapter", ("torch",), _has_fsdp1),
     Entry(
         "torch_module",
         "dynadapt.adapters.live.torch_module:TorchModuleAdapter",

@@ -88,7 +88,8 @@ def test_env() -> None:
     assert "deepspeed_zero" in _run("env").stdout
     facts = json.loads(_run("env", "--json").stdout)
     assert facts["dynadapt"] == dynadapt.__version__
-    assert {adapter["name"] for adapter in facts["adapters"]} >= {"deepspeed_zero", "torch_module"}
+    known = {adapter["name"] for adapter in facts["adapters"]}
+    assert known >= {"deepspeed_zero", "fsdp1", "torch_module"}
     assert all(adapter["usable"] for adapter in facts["adapters"])
 
 

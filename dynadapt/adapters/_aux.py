@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dynadapt.vps.keys import KeySpec
 
 __all__ = [
+    "REGROUP",
     "apply_behaviour",
     "apply_data",
     "apply_groups",
@@ -113,8 +114,15 @@ def plain(value: Any) -> Any:
     return value
 
 
+#: The way out where members of one target group have different hyperparameters in the source.
+REGROUP = "give the target optimizer the source's param groups"
+
+
 def apply_groups(
-    groups: Sequence[dict[str, Any]], names: Sequence[Sequence[str]], item: AuxItem | None
+    groups: Sequence[dict[str, Any]],
+    names: Sequence[Sequence[str]],
+    item: AuxItem | None,
+    way_out: str = REGROUP,
 ) -> tuple[Outcome, ...]:
     """Give each target group its members' source hyperparameters, in place, by parameter name.
 
@@ -145,7 +153,7 @@ def apply_groups(
                         "hyper-conflict",
                         f"param group {index}",
                         f"{first_name} and {name} differ in {', '.join(differing)} in the source",
-                        "give the target optimizer the source's param groups",
+                        way_out,
                     )
                 )
                 break

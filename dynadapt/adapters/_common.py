@@ -29,6 +29,7 @@ __all__ = [
     "fresh_state",
     "is_local",
     "named_buffers",
+    "named_once",
     "named_parameters",
     "optimizer_slots",
     "torch_dtype",
@@ -189,7 +190,7 @@ def named_parameters(model: torch.nn.Module) -> tuple[NamedTensor, ...]:
     >>> [p.name for p in named_parameters(torch.nn.Linear(2, 3))]
     ['weight', 'bias']
     """
-    return tuple(_grouped(model.named_parameters(remove_duplicate=False), frozenset()))
+    return tuple(named_once(model.named_parameters(remove_duplicate=False)))
 
 
 def named_buffers(model: torch.nn.Module) -> tuple[NamedTensor, ...]:
@@ -203,12 +204,18 @@ def named_buffers(model: torch.nn.Module) -> tuple[NamedTensor, ...]:
         for prefix, module in model.named_modules(remove_duplicate=False)
         for name in module._non_persistent_buffers_set
     )
-    return tuple(_grouped(model.named_buffers(remove_duplicate=False), lost))
+    return tuple(named_once(model.named_buffers(remove_duplicate=False), lost))
 
 
-def _grouped(
-    named: Iterable[tuple[str, torch.Tensor]], lost: frozenset[str]
+def named_once(
+    named: Iterable[tuple[str, torch.Tensor]], lost: frozenset[str] = frozenset()
 ) -> Iterator[NamedTensor]:
+    """Each tensor once, in order, under canonical names; `lost` are raw names that no checkpoint holds.
+
+    >>> w = torch.zeros(1)
+    >>> [(n.name, n.aliases) for n in named_once([("module.b", w), ("a", w)])]
+    [('a', ('b',))]
+    """
     groups: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
     persistent: dict[int, bool] = {}

@@ -9,6 +9,8 @@ from dynadapt.vps.probe import markers, probe
 from tests.declared._models import ODD, Tensors
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from numpy.typing import NDArray
     from torch import nn
 
@@ -64,10 +66,24 @@ def wrapped(case: Fsdp1, model: nn.Module) -> Any:
     return FullyShardedDataParallel(model, **options)
 
 
-def observe_fsdp1(rank: int, world: int, case: Fsdp1) -> tuple[Row, ...]:
-    """This rank's rows; a buffer is named after the unit."""
-    marks = markers(case.tensors.shapes)
-    return probe(marks, lambda values: wrapped(case, case.tensors.module(values)), read_units)
+def observe_fsdp1(
+    rank: int, world: int, case: Fsdp1
+) -> tuple[tuple[Row, ...], tuple[tuple[Any, Any], ...]]:
+    """This rank's rows, a buffer being named after the unit, and (key, box) that the adapter says."""
+    from dynadapt.adapters.live.fsdp1 import Fsdp1Adapter
+    from dynadapt.protocols import TrainState
+
+    models: list[Any] = []
+
+    def load(values: Mapping[str, NDArray[Any]]) -> Any:
+        models.append(wrapped(case, case.tensors.module(values)))
+        return models[-1]
+
+    rows = probe(markers(case.tensors.shapes), load, read_units)
+    adapter, state = Fsdp1Adapter(), TrainState(models[-1])
+    adapter.quiesce(state)
+    described = adapter.describe(state).rows
+    return rows, tuple((row.key, row.box) for row in described)
 
 
 def read_units(model: Any) -> dict[str, NDArray[Any]]:

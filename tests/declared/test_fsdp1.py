@@ -1,4 +1,4 @@
-"""FSDP1: what real units hold is what `fsdp1_unit` says."""
+"""FSDP1: what real units hold is what `fsdp1_unit` says, and what the adapter describes."""
 
 from __future__ import annotations
 
@@ -73,9 +73,10 @@ def declared(case: Fsdp1, world: int) -> MeshLayout:
 def check(name: str, world: int) -> None:
     case = CASES[name]
     observed = _worlds.run(world, observe_fsdp1, case)
-    for rank, rows in enumerate(observed):
+    for rank, (rows, described) in enumerate(observed):
         assert places(rows) == sorted(expected(case, world, rank)), f"rank {rank}"
-    assert_same(declared(case, world), observed)
+        assert sorted(described) == sorted((row.key, row.box) for row in rows), f"rank {rank}"
+    assert_same(declared(case, world), [rows for rows, _ in observed])
 
 
 @pytest.mark.parametrize(("name", "world"), MOST + FEW)

@@ -19,15 +19,16 @@ class Job:
     def __init__(self, kind: str, optimizer: str = "adamw") -> None:
         self.kind = kind
         self.slots = ("momentum_buffer",) if optimizer == "sgd" else ADAM
-        self._make = {"adamw": jobs.adamw, "adam": _adam, "sgd": _sgd}[optimizer]
+        makers = {"adamw": jobs.adamw, "even": jobs.even, "adam": _adam, "sgd": _sgd}
+        self._make = makers[optimizer]
         model = jobs.net(seed=len(kind))
         self.engine: Any = None
         self.model: nn.Module = model
         self.optimizer: Any = None
-        if "-" in kind:
+        if kind.startswith("zero"):
             self.engine = jobs.deepspeed_engine(kind, model, self._make(model))
         else:
-            getattr(self, f"_{kind}")(model)
+            getattr(self, f"_{kind.partition('-')[0]}")(model)
         if self.engine is not None:
             self.state = dynadapt.TrainState(model=self.engine, counters={})
         else:
@@ -63,6 +64,11 @@ class Job:
     def _tpdp(self, model: nn.Module) -> None:
         self.model, _, _ = jobs.tensor_parallel(model)
 
+    def _fsdp1(self, model: nn.Module) -> None:
+        """`fsdp1-<strategy>` or `fsdp1-<strategy>-flat`, without use_orig_params."""
+        _, strategy, *flat = self.kind.split("-")
+        self.model = jobs.fsdp1(model, strategy, orig_params=not flat)
+
     def _ddp(self, model: nn.Module) -> None:
         self.model = nn.parallel.DistributedDataParallel(model)
 
@@ -92,6 +98,8 @@ class Job:
         """Everything, gathered by the framework itself."""
         if self.engine is not None:
             return jobs.zero_tensors(self.engine, self.slots)
+        if self.kind.startswith("fsdp1"):
+            return jobs.fsdp1_tensors(self.model, self.optimizer, self.slots)
         return jobs.torch_tensors(self.model, self.optimizer, self.slots)
 
 

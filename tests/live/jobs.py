@@ -49,17 +49,24 @@ def net(seed: int = 0, **kwargs: Any) -> Net:
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Decay for matrices, none for vectors."""
-    params = [p for p in model.parameters() if p.requires_grad]
+    """Decay for matrices, none for vectors; by name, since FSDP1 shows every tensor as a vector."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    vectors = [name for name, _ in named if "norm" in name or name.endswith("bias")]
     return [
-        {"params": [p for p in params if p.ndim > 1], "weight_decay": 0.1},
-        {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},
+        {"params": [p for name, p in named if name not in vectors], "weight_decay": 0.1},
+        {"params": [p for name, p in named if name in vectors], "weight_decay": 0.0},
     ]
 
 
 def adamw(model: nn.Module, lr: float = 1e-2) -> torch.optim.AdamW:
     """AdamW over the two groups."""
     return torch.optim.AdamW(groups(model), lr=lr, betas=(0.9, 0.95))
+
+
+def even(model: nn.Module, lr: float = 1e-2) -> torch.optim.AdamW:
+    """AdamW with one decay for all: a flat parameter has no other."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(params, lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
 
 
 def tokens(step: int, rank: int = 0, rows: int = 2) -> torch.Tensor:
@@ -163,6 +170,59 @@ def parallelize(model: nn.Module, mesh: Any) -> None:
     }
     parallelize_module(model, mesh, rules)
     model.head.weight = model.embed.weight
+
+
+def fsdp1(
+    model: nn.Module,
+    strategy: str = "FULL_SHARD",
+    *,
+    orig_params: bool = True,
+    units: tuple[str, ...] = ("up", "frozen"),
+    **options: Any,
+) -> Any:
+    """FullyShardedDataParallel in units: what is frozen has its own, as flats without it need."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    options |= {
+        "sharding_strategy": ShardingStrategy[strategy],
+        "use_orig_params": orig_params,
+        "device_id": torch.device("cpu"),
+    }
+    if "HYBRID" in strategy:
+        shape, names = (2, dist.get_world_size() // 2), ("replicate", "shard")
+        options["device_mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for unit in units:
+        inner = FullyShardedDataParallel(model.get_submodule(unit), **options)
+        path, _, leaf = unit.rpartition(".")
+        model.get_submodule(path).register_module(leaf, inner)
+    return FullyShardedDataParallel(model, **options)
+
+
+def fsdp1_tensors(
+    model: Any, optimizer: Any, slots: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+) -> Tensors:
+    """Every parameter and optimizer state of an FSDP1 model, by its own gathers."""
+    from torch.distributed.fsdp import (
+        FullOptimStateDictConfig,
+        FullyShardedDataParallel,
+        StateDictType,
+    )
+
+    from dynadapt.vps.keys import canonical_name
+
+    found: Tensors = {}
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        for raw, param in model.named_parameters():
+            found[f"{canonical_name(raw)}/param"] = param.detach().float().clone()
+    # With the default, to offload, all slots of a CPU model are the one buffer of the last gather.
+    config = FullOptimStateDictConfig(offload_to_cpu=False)
+    kind = StateDictType.FULL_STATE_DICT
+    with FullyShardedDataParallel.state_dict_type(model, kind, optim_state_dict_config=config):
+        states = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
+    for name, state in states.items():
+        found |= {f"{name}/{slot}": state[slot].clone() for slot in slots if slot in state}
+    return found
 
 
 def zero_tensors(engine: Any, slots: tuple[str, ...] = ("exp_avg", "exp_avg_sq")) -> Tensors:

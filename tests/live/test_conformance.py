@@ -58,7 +58,7 @@ class Zero:
 
 
 class Torch:
-    """A DTensor or plain model, sharded by `shard(model)`."""
+    """A DTensor, FSDP1 or plain model."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -73,7 +73,14 @@ class Torch:
             return dynadapt.TrainState(model, optimizer, counters={})
         if self._kind == "fsdp2":
             fully_shard(model)
-        return dynadapt.TrainState(model, jobs.adamw(model), counters={})
+        make = jobs.adamw
+        if self._kind == "fsdp1":
+            model = jobs.fsdp1(model, "SHARD_GRAD_OP", units=("up",))
+        if self._kind == "fsdp1-flat":
+            model, make = jobs.fsdp1(model, orig_params=False), jobs.even
+        if self._kind == "even":
+            make = jobs.even
+        return dynadapt.TrainState(model, make(model, lr=seed / 200), counters={})
 
     def train_step(self, x: dynadapt.TrainState, step: int) -> float:
         """One step on the same batch everywhere."""
@@ -98,7 +105,7 @@ class Torch:
 
 
 def _subject(kind: str) -> Any:
-    return Zero(kind) if "-" in kind else Torch(kind)
+    return Zero(kind) if kind.startswith("zero") else Torch(kind)
 
 
 def _check(rank: int, world: int, one: str, two: str) -> None:
@@ -113,6 +120,8 @@ PAIRS = [
     ("zero3-bf16", "zero3-fp32"),
     ("zero3-fp32", "fsdp2"),
     ("fsdp2", "plain"),
+    ("fsdp1", "zero3-fp32"),
+    ("fsdp1-flat", "even"),
     ("zero1-bf16", "plain"),
     ("zero2rr-bf16", "zero0-bf16"),
     ("zero1acc-bf16", "zero0-fp32"),

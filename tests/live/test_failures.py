@@ -116,14 +116,14 @@ def _break_inside(rank: int, world: int, where: str) -> dict[str, Any]:
 
 
 def _place(where: str) -> tuple[Any, str]:
-    from dynadapt.adapters.live import torch_module
+    from dynadapt.adapters.live import _torch_adapter
     from dynadapt.transport import executor
 
     return {
         "packing": (executor._Run, "_copy"),
         "waiting": (executor._Run, "settle"),
-        "finishing": (torch_module, "apply_groups"),
-        "undoing": (torch_module, "apply_scheduler"),
+        "finishing": (_torch_adapter, "apply_groups"),
+        "undoing": (_torch_adapter, "apply_scheduler"),
     }[where]
 
 

@@ -41,12 +41,20 @@ CHAINS = {
         "zero3-fp16",
     ),
     "adam": ("zero3-bf16", "fsdp2", "zero3-bf16"),
-    "sgd": ("zero3-bf16", "tpdp", "zero3-bf16"),
+    "sgd": ("zero3-bf16", "tpdp", "fsdp1-FULL_SHARD", "zero3-bf16"),
+    "fsdp1": (
+        *("zero3-bf16", "fsdp1-FULL_SHARD", "fsdp2", "fsdp1-SHARD_GRAD_OP", "tpfsdp"),
+        *("fsdp1-HYBRID_SHARD", "zero3-fp32", "fsdp1-NO_SHARD", "ddp"),
+    ),
+    "even": (
+        *("zero3-bf16", "fsdp1-FULL_SHARD-flat", "tpdp", "fsdp1-SHARD_GRAD_OP-flat", "ddp"),
+        *("fsdp1-HYBRID_SHARD-flat", "fsdp1-FULL_SHARD", "fsdp1-NO_SHARD-flat", "zero3-fp32"),
+    ),
 }
 
 
 def _walk(rank: int, world: int, name: str) -> list[dict[str, Any]]:
-    optimizer = name if name in {"adam", "sgd"} else "adamw"
+    optimizer = name if name in {"adam", "sgd", "even"} else "adamw"
     job = Job(CHAINS[name][0], optimizer)
     answers = []
     for number, kind in enumerate(CHAINS[name][1:]):

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
+from dynadapt.adapters.live._torch_aux import holds_value
 from dynadapt.errors import Finding, Refused
 from dynadapt.vps.keys import canonical_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    import torch
 
 __all__ = ["check_step_boundary", "fsdp_meshes", "param_policies", "require_sharded", "reshard"]
 
@@ -36,7 +37,7 @@ def check_step_boundary(model: torch.nn.Module) -> None:
     findings: dict[str, Finding] = {}
 
     def check(name: str, gradient: torch.Tensor | None) -> None:
-        if gradient is not None and name not in findings and _nonzero(gradient):
+        if gradient is not None and name not in findings and holds_value(gradient):
             findings[name] = Finding("mid-step", name, "its gradient holds a value", _ZERO_GRAD)
 
     for name, parameter in model.named_parameters():
@@ -63,15 +64,6 @@ def check_step_boundary(model: torch.nn.Module) -> None:
             )
     if findings:
         raise Refused(findings.values())
-
-
-def _nonzero(gradient: torch.Tensor) -> bool:
-    local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
-    if local.is_meta or not local.numel():
-        return False
-    if local.layout is not torch.strided:
-        local = local.coalesce().values()
-    return bool(local.count_nonzero().item())
 
 
 def reshard(model: torch.nn.Module) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.distributed.tensor import DTensor
+
 from dynadapt.adapters._aux import apply_data
 from dynadapt.protocols import AuxItem, Outcome
 
@@ -13,8 +16,19 @@ if TYPE_CHECKING:
 __all__ = [
     "apply_counters",
     "apply_scaler",
+    "holds_value",
     "scaler_item",
 ]
+
+
+def holds_value(gradient: torch.Tensor) -> bool:
+    """Whether any element of a gradient that is here differs from zero: then a step has yet to use it."""
+    local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+    if local.is_meta or not local.numel():
+        return False
+    if local.layout is not torch.strided:
+        local = local.coalesce().values()
+    return bool(local.count_nonzero().item())
 
 
 def scaler_item(scaler: Any) -> AuxItem | None:

@@ -42,9 +42,12 @@ _EAGER = frozenset({"Adagrad"})
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """A parameter of an optimizer: its canonical name, itself, its group."""
+    """A parameter of an optimizer: the canonical names of the tensors in it, itself, its group.
 
-    name: str
+    Only a flat parameter has more than one name.
+    """
+
+    names: tuple[str, ...]
     parameter: torch.Tensor
     group: dict[str, Any]
     group_index: int
@@ -92,7 +95,7 @@ def read_state(optimizer: Any, member: Member) -> tuple[dict[str, torch.Tensor],
                 [
                     Finding(
                         "unsupported-state",
-                        f"{member.name}/{label}",
+                        f"{member.names[0]}/{label}",
                         f"the optimizer keeps a {type(value).__name__} there",
                         "only tensors and numbers can be moved",
                     )
@@ -133,10 +136,14 @@ class SourceStates:
     def __bool__(self) -> bool:
         return bool(self._slots)
 
-    def held(self, name: str) -> dict[str, str]:
-        """Slot -> presence of the slots that are there, be they zero."""
-        slots = self._slots.get(self.canonical.get(name, name), {})
-        return {slot: presence for slot, presence in slots.items() if presence != "none"}
+    def held(self, *names: str) -> dict[str, str]:
+        """Slot -> presence of the slots that are there, be they zero; of several names the stronger."""
+        found: dict[str, str] = {}
+        for name in names:
+            for slot, presence in self._slots.get(self.canonical.get(name, name), {}).items():
+                if presence == "present" or (presence == "zero" and slot not in found):
+                    found[slot] = presence
+        return found
 
 
 @dataclass
@@ -152,7 +159,7 @@ class StateMaker:
         return [finding for member in members for finding in self._problems(member, source)]
 
     def _problems(self, member: Member, source: SourceStates) -> list[Finding]:
-        held = source.held(member.name)
+        held = source.held(*member.names)
         own = read_state(self.optimizer, member)[0]
         if optimizer_slots(self.optimizer, member.group) is not None or set(held) <= set(own):
             return []
@@ -163,7 +170,7 @@ class StateMaker:
     def make(self, members: Iterable[Member], source: SourceStates) -> None:
         """Make what is missing and drop what the source does not have; touches nothing else."""
         for member in members:
-            held = source.held(member.name)
+            held = source.held(*member.names)
             old: dict[str, Any] = self.optimizer.state.get(member.parameter) or {}
             if held:
                 keep = {k: v for k, v in old.items() if held.get(k) != "zero"}
@@ -223,16 +230,16 @@ def write_scalars(
     written: set[str] = set()
     unused: set[str] = set()
     for member in members:
-        given = scalars.get(source.canonical.get(member.name, member.name), {})
+        given = _furthest(member, source, scalars)
         state: dict[str, Any] = optimizer.state.get(member.parameter) or {}
         own = [k for k in state if k in read_state(optimizer, member)[1]]
         unused |= given.keys() - own if state else set()
-        if not source.held(member.name):
+        if not source.held(*member.names):
             continue
         for label in own:
             if label not in given:
                 cause = "the optimizer needs it, and the source does not hold it"
-                findings.append(Finding("missing-key", f"{member.name}/{label}", cause))
+                findings.append(Finding("missing-key", f"{member.names[0]}/{label}", cause))
                 continue
             state[label] = _as_kind(state[label], given[label])
             written.add(label)
@@ -241,6 +248,14 @@ def write_scalars(
     exact = [Outcome(f"scalars/{label}", "exact") for label in sorted(written)]
     note = "the target's optimizer keeps no such number"
     return (*exact, *(Outcome(f"scalars/{x}", "dropped", note) for x in sorted(unused - written)))
+
+
+def _furthest(
+    member: Member, source: SourceStates, scalars: Mapping[str, Mapping[str, Number]]
+) -> Mapping[str, Number]:
+    """The source's scalars of a parameter; of several tensors, those of the one furthest on."""
+    known = [scalars.get(source.canonical.get(name, name), {}) for name in member.names]
+    return max(known, key=lambda entry: entry.get("step", 0))
 
 
 def _as_kind(old: Any, value: Number) -> Any:

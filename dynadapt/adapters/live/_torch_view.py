@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dynadapt.adapters._aux import (
+    REGROUP,
     groups_item,
     optimizer_item,
     scheduler_item,
@@ -32,7 +33,7 @@ from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import AuxItem, Described, TrainState
 from dynadapt.vps.keys import Key, KeySpec, canonical_name
 
-__all__ = ["View", "check_supported"]
+__all__ = ["View", "add_rows", "check_supported"]
 
 
 def check_supported(model: torch.nn.Module) -> None:
@@ -42,8 +43,8 @@ def check_supported(model: torch.nn.Module) -> None:
                 Finding(
                     "unsupported-framework",
                     type(model).__name__,
-                    "FullyShardedDataParallel (FSDP1) models are not supported yet",
-                    "shard the model with fully_shard (FSDP2)",
+                    "FullyShardedDataParallel (FSDP1) is read by the adapter fsdp1",
+                    "leave the choice of the adapter to dynadapt",
                 )
             ]
         )
@@ -54,34 +55,78 @@ class View:
 
     `optimizer` has the groups, `holder` the states: the same object, but for an optimizer that gives
     each parameter's state to one rank. `members` are all of its parameters, `held` those whose state
-    is kept here.
+    is kept here. What a subclass may replace: which tensors there are, how a tensor of the optimizer
+    or the user belongs to them, and what of it lies here.
     """
 
+    #: What to do where a param group cannot take the source's hyperparameters.
+    regroup = REGROUP
+
+    #: Whether one state, with one step, is that of several tensors.
+    flat_step = False
+
     def __init__(self, state: TrainState) -> None:
-        check_supported(state.model)
-        _fsdp2.require_sharded(state.model)
         self.state = state
-        self.parameters = named_parameters(state.model)
+        self.parameters = self._named()
         self.optimizer = unwrapped(state.optimizer)
         self.holder = state_holder(self.optimizer)
         self.members = self._members()
-        self.held = tuple(held_by(self.holder, self.members))
+        self.held = tuple(filter(self._keeps_state, held_by(self.holder, self.members)))
         self._by_name = {
             name: named for named in self.parameters for name in (named.name, *named.aliases)
         }
+
+    def _named(self) -> tuple[NamedTensor, ...]:
+        """All parameters, once their shards are what a forward reads; raises `Refused` before."""
+        check_supported(self.state.model)
+        _fsdp2.require_sharded(self.state.model)
+        return named_parameters(self.state.model)
+
+    def _names_in(self) -> dict[int, tuple[str, ...]]:
+        """For each parameter that an optimizer may have, by `id`, the names of the tensors in it."""
+        return {id(each.tensor): (each.name,) for each in self.parameters}
+
+    def _keeps_state(self, member: Member) -> bool:
+        """Whether the optimizer keeps a state here for a parameter that has been trained."""
+        return True
+
+    def _shape(self, named: NamedTensor, tensor: torch.Tensor) -> tuple[int, ...]:
+        """The whole tensor's shape."""
+        return tuple(tensor.shape)
+
+    def _add_rows(
+        self, table: BufferTable, key: Key, named: NamedTensor, tensor: torch.Tensor
+    ) -> None:
+        """Add what this rank holds of a parameter, or of a tensor that lies as a parameter does."""
+        add_rows(table, key, tensor)
+
+    def _within(self, named: NamedTensor, like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        """Of a tensor that lies as `like`, an optimizer's parameter, does: what belongs to `named`."""
+        return tensor
+
+    def _named_by(
+        self, raw: str, tensor: torch.Tensor
+    ) -> tuple[tuple[NamedTensor, torch.Tensor], ...]:
+        """The parameters that a tensor of the user's is a copy of, each with its part of the copy."""
+        name = canonical_name(raw)
+        return ((self._by_name.get(name) or NamedTensor(name, (), 0, tensor), tensor),)
+
+    def _policies(self) -> dict[str, str]:
+        """Dtypes that the wrapper computes in, where they differ from the parameters'."""
+        return _fsdp2.param_policies(self.state.model)
 
     def _members(self) -> tuple[Member, ...]:
         """The optimizer's parameters in group order; raises `Refused` for one that is not the model's."""
         if self.optimizer is None:
             return ()
-        named = {id(each.tensor): each for each in self.parameters}
+        names = self._names_in()
         found: list[Member] = []
         findings: list[Finding] = []
         for index, group in enumerate(self.optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
-                own = named.get(id(parameter))
+                own = names.get(id(parameter))
                 if own is not None:
-                    found.append(Member(own.name, parameter, group, index))
+                    found.append(Member(own, parameter, group, index))
                     continue
                 findings.append(
                     Finding(
@@ -99,17 +144,17 @@ class View:
         """Per group of the optimizer, the names of its parameters."""
         names: list[list[str]] = [[] for _ in self.optimizer.param_groups]
         for member in self.members:
-            names[member.group_index].append(member.name)
+            names[member.group_index].extend(member.names)
         return names
 
     def described(self) -> Described:
         """Specs, rows, scalars and aux of this rank."""
         table = BufferTable()
         specs: list[KeySpec] = []
-        groups = {member.name: member.group_index for member in self.members}
+        groups = {name: member.group_index for member in self.members for name in member.names}
         for named in self.parameters:
             specs.append(self._spec(named, "param", named.tensor, groups.get(named.name, -1)))
-            _add_rows(table, specs[-1].key, named.tensor)
+            self._add_rows(table, specs[-1].key, named, named.tensor)
         specs += self._buffers(table)
         scalars = self._states(table, specs)
         specs += self._extras(table)
@@ -120,6 +165,7 @@ class View:
             scalars=scalars,
             aux=self._aux(),
             coordinate=self._coordinate(),
+            flat_step=self.flat_step,
         )
 
     def _spec(
@@ -133,14 +179,15 @@ class View:
             "local": is_local(named.name, self.state.local),
         }
         key = Key(named.name, slot)
-        return KeySpec(key, tuple(tensor.shape), dtype_name(tensor.dtype), **{**entries, **more})
+        shape = self._shape(named, tensor)
+        return KeySpec(key, shape, dtype_name(tensor.dtype), **{**entries, **more})
 
     def _buffers(self, table: BufferTable) -> list[KeySpec]:
         specs = []
         for named in named_buffers(self.state.model):
             kind = "buffer" if named.persistent else "transient"
             specs.append(self._spec(named, "buffer", named.tensor, -1, kind=kind, trainable=False))
-            _add_rows(table, specs[-1].key, named.tensor)
+            add_rows(table, specs[-1].key, named.tensor)
         return specs
 
     def _states(
@@ -149,29 +196,32 @@ class View:
         """Add the optimizer's tensors; return its scalars by parameter."""
         scalars: dict[str, dict[str, int | float]] = {}
         for member in self.held:
-            named = self._by_name[member.name]
             tensors, numbers = read_state(self.holder, member)
-            for slot, tensor in tensors.items():
-                spec = self._spec(named, slot, tensor, member.group_index, kind="state")
-                specs.append(spec)
-                _add_rows(table, spec.key, tensor)
-            for slot in optimizer_slots(self.holder, member.group) or ():
-                if slot not in tensors:
-                    absent: dict[str, Any] = {"kind": "state", "presence": "none"}
-                    tensor = member.parameter
-                    specs.append(self._spec(named, slot, tensor, member.group_index, **absent))
-            if numbers:
-                scalars[member.name] = numbers
+            known = optimizer_slots(self.holder, member.group) or ()
+            absent = [slot for slot in known if slot not in tensors]
+            for name in member.names:
+                named = self._by_name[name]
+                for slot, whole in tensors.items():
+                    tensor = self._within(named, member.parameter, whole)
+                    spec = self._spec(named, slot, tensor, member.group_index, kind="state")
+                    specs.append(spec)
+                    self._add_rows(table, spec.key, named, tensor)
+                more: dict[str, Any] = {"kind": "state", "presence": "none"}
+                specs += [
+                    self._spec(named, slot, member.parameter, member.group_index, **more)
+                    for slot in absent
+                ]
+                if numbers:
+                    scalars[name] = dict(numbers)
         return scalars
 
     def _extras(self, table: BufferTable) -> list[KeySpec]:
         specs = []
         for label, tensors in sorted(self.state.extra.items()):
             for raw, tensor in sorted(tensors.items()):
-                name = canonical_name(raw)
-                named = self._by_name.get(name) or NamedTensor(name, (), 0, tensor)
-                specs.append(self._spec(named, f"extra:{label}", tensor, -1, kind="state"))
-                _add_rows(table, specs[-1].key, tensor)
+                for named, own in self._named_by(raw, tensor):
+                    specs.append(self._spec(named, f"extra:{label}", own, -1, kind="state"))
+                    self._add_rows(table, specs[-1].key, named, own)
         return specs
 
     def _coordinate(self) -> dict[str, int]:
@@ -198,7 +248,7 @@ class View:
     def behaviour(self) -> dict[str, Any]:
         """What a step does by set-up rather than by state."""
         dtypes = sorted({dtype_name(named.tensor.dtype) for named in self.parameters})
-        policies = _fsdp2.param_policies(self.state.model)
+        policies = self._policies()
         return {
             "framework": "torch",
             "precision": policies.pop("param_dtype", None) or ",".join(dtypes),
@@ -225,7 +275,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _add_rows(table: BufferTable, key: Key, tensor: torch.Tensor) -> None:
+def add_rows(table: BufferTable, key: Key, tensor: torch.Tensor) -> None:
     """Add what this rank holds of a tensor."""
     local = _local(tensor)
     if local.layout is not torch.strided or hasattr(local, "__tensor_flatten__"):

@@ -1,0 +1,125 @@
+"""The five methods of an adapter for torch modules: what does not depend on how they are sharded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from dynadapt.adapters._aux import (
+    apply_behaviour,
+    apply_groups,
+    apply_scheduler,
+    apply_user,
+    dropped_extras,
+    with_extra_states,
+)
+from dynadapt.adapters._common import unwrapped
+from dynadapt.adapters.live import _torch_aux
+from dynadapt.adapters.live._torch_optimizer import SourceStates, StateMaker, write_scalars
+from dynadapt.errors import Refused
+from dynadapt.protocols import AuxItem, Described, Outcome, TrainState, alone
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from dynadapt.adapters.live._torch_view import View
+    from dynadapt.protocols import Agree
+    from dynadapt.vps.keys import KeySpec
+
+__all__ = ["TorchAdapter"]
+
+
+class TorchAdapter:
+    """An adapter for torch modules with a torch optimizer. A subclass says how they are sharded."""
+
+    name: str
+
+    def __init__(self) -> None:
+        self._makers: WeakKeyDictionary[Any, StateMaker] = WeakKeyDictionary()
+
+    def _check_step_boundary(self, model: torch.nn.Module) -> None:
+        """Raise `Refused` for a model that is not this adapter's, or is in the middle of a step."""
+        raise NotImplementedError
+
+    def _reshard(self, model: torch.nn.Module) -> None:
+        """Drop gathered copies of weights, so that the next forward reads the shards. No communication."""
+        raise NotImplementedError
+
+    def _view(self, state: TrainState) -> View:
+        """This rank's view of a state that is at rest."""
+        raise NotImplementedError
+
+    def quiesce(self, x: Any, agree: Agree = alone) -> None:
+        """Refuse (`mid-step`) while any gradient holds a value; then drop gathered weights."""
+        model = TrainState.of(x).model
+        self._check_step_boundary(model)
+        agree()
+        self._reshard(model)
+
+    def describe(self, x: Any) -> Described:
+        """This rank's part of the state; no communication, no allocation, no change."""
+        return self._view(TrainState.of(x)).described()
+
+    def prepare(self, x: Any, keys: tuple[KeySpec, ...]) -> Described:
+        """Give the target's optimizer the states that the source has, and only those."""
+        view = self._view(TrainState.of(x))
+        source = SourceStates(keys)
+        findings = view.not_materialised()
+        if view.optimizer is None or not source:
+            if findings:
+                raise Refused(findings)
+            return view.described()
+        maker = StateMaker(view.holder)
+        findings += maker.findings(view.held, source)
+        if findings:
+            raise Refused(findings)
+        self.abandon(x)
+        self._makers[view.optimizer] = maker
+        maker.make(view.held, source)
+        return replace(view.described(), allocated=maker.made_bytes)
+
+    def finish(
+        self,
+        x: Any,
+        keys: tuple[KeySpec, ...],
+        scalars: Mapping[str, Mapping[str, int | float]],
+        aux: Mapping[str, AuxItem],
+        agree: Agree = alone,
+    ) -> tuple[Outcome, ...]:
+        """Set scalars, hyperparameters, scheduler, scaler, counters and user objects.
+
+        All of it is local, so `agree` is left to the caller.
+        """
+        state = TrainState.of(x)
+        self._reshard(state.model)
+        view = self._view(state)
+        source = SourceStates(keys)
+        outcomes: list[Outcome] = []
+        if view.optimizer is not None:
+            outcomes += write_scalars(view.holder, view.held, source, scalars)
+            groups, names = view.optimizer.param_groups, view.group_names()
+            outcomes += apply_groups(groups, names, aux.get("param_groups"), view.regroup)
+        elif source:
+            outcomes.append(Outcome("optimizer", "dropped", "the target has no optimizer"))
+        outcomes += apply_scheduler(
+            state.scheduler,
+            aux.get("scheduler"),
+            aux.get("param_groups"),
+            view.group_names() if view.optimizer is not None else (),
+        )
+        outcomes += _torch_aux.apply_scaler(state.scaler, aux.get("scaler"))
+        outcomes += _torch_aux.apply_counters(state, aux.get("counters"), aux.get("data"))
+        outcomes += apply_behaviour(view.behaviour(), aux.get("behaviour"))
+        outcomes += dropped_extras(state, keys)
+        outcomes += apply_user(with_extra_states(state.model, state.user), aux)
+        return tuple(outcomes)
+
+    def abandon(self, x: Any) -> None:
+        """Take back the optimizer states that `prepare` made, and put back those it dropped."""
+        optimizer = unwrapped(TrainState.of(x).optimizer)
+        maker = None if optimizer is None else self._makers.pop(optimizer, None)
+        if maker is not None:
+            maker.undo()
