@@ -46,7 +46,7 @@ def cold_plans(rounds: int, quick: bool) -> list[Result]:
         note = f"{runs[0]['moves']:,} moves of a seat at most"
         found.append(Result(f"cold plan, {name}, s", worst, bar=bar, note=note))
         found.append(
-            Result("memory of it over the interpreter's, MB", extra / 1e6, bar=MEMORY_BAR / 1e6)
+            Result(f"memory over the interpreter's, {name}, MB", extra / 1e6, bar=MEMORY_BAR / 1e6)
         )
         if not quick or number == 0:
             found += _beside_dcp(name, model, source, target)
