@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["plan_for", "remembered_plan"]
 
 REMEMBERED = 16
-"""Plans kept: a job that goes to and fro between layouts asks for the same ones."""
+"""Plans kept: a job that changes layouts back and forth asks for the same ones."""
 
 
 def plan_for(

@@ -69,6 +69,11 @@ def _stage_of_alias(name: str, of_layer: NDArray[np.int64], count: int) -> int:
 
 
 def _runs(layers: int, count: int, spec: LayoutSpec) -> tuple[list[int], list[Finding]]:
+    if layers < count:
+        cause = f"the model has {layers} numbered layers for {count} stages"
+        return [1] * layers + [0] * (count - layers), [
+            Finding("not-declarable", str(spec), cause, "use fewer stages")
+        ]
     even = [layers // count + (stage < layers % count) for stage in range(count)]
     text = spec.options.get("stages")
     if text is None:

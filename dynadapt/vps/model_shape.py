@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, overload
 
 import numpy as np
 
+from dynadapt.errors import Finding, Refused
 from dynadapt.vps.keys import Key, KeySpec, itemsize
 
 if TYPE_CHECKING:
@@ -163,7 +165,15 @@ class ModelShape:
 
         `heads`: glob of names -> elements of dim 0 that must stay together under tensor parallelism
         (the size of an attention head).
+
+        Raises `Refused` (reason `duplicate-name`) with every name that is given twice.
         """
+        tensors = list(tensors)
+        times = Counter(tensor.name for tensor in tensors)
+        twice = [name for name, count in times.items() if count > 1]
+        if twice:
+            cause = "it names two tensors"
+            raise Refused(Finding("duplicate-name", n, cause, "name each once") for n in twice)
         found: dict[tuple[str, Named], tuple[list[list[int]], list[int]]] = {}
         for order, tensor in enumerate(tensors):
             numbers = _NUMBER.findall(tensor.name)

@@ -37,6 +37,9 @@ KINDS: Mapping[str, str] = MappingProxyType(
     }
 )
 
+MAX_WORLD = 1 << 24
+"""Ranks of the largest world: a layout holds a number for each."""
+
 _ALL = frozenset({"order", "dtype", "stages", "pad_vocab"})
 
 #: The options that each kind takes, beside those that all take.
@@ -154,6 +157,8 @@ def _order(text: str | None) -> tuple[tuple[str, ...], list[str]]:
 
 
 def _unfit(kind: str, axes: Mapping[str, int], options: Mapping[str, str]) -> Iterator[str]:
+    if prod(axes.values()) > MAX_WORLD:
+        yield f"{prod(axes.values()):,} ranks are more than {MAX_WORLD:,}"
     if kind == "hsdp" and "rep" not in axes:
         yield "hsdp needs rep=N, the number of replicas, beside dp=N"
     if kind == "ddp" and axes.get("rep", 1) > 1:

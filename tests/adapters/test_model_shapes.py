@@ -211,7 +211,7 @@ def test_a_listing_needs_no_framework(tmp_path: Path, monkeypatch: pytest.Monkey
         ("{", "bad-json", "is not JSON"),
         ('"llama"', "bad-config", "is not one object"),
         ("{}", "unknown-model", "has no model_type"),
-        ('{"model_type": "lama"}', "unknown-model", "did you mean 'llama'"),
+        ('{"model_type": "lllama"}', "unknown-model", "did you mean 'llama'"),
         ('{"model_type": "llama", "hidden_size": "wide"}', "bad-config", "hidden_size"),
         ('{"model_type": "llama", "hidden_act": "no-such"}', "bad-config", "cannot be built"),
     ],

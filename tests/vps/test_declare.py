@@ -234,6 +234,7 @@ def test_frozen_tensors_have_no_state_and_no_place_in_the_optimizers_flat() -> N
         ("zero3:dp=2,sub_group_size=x", {}, "sub_group_size=x"),
         ("ddp:tp=2", {"layers.0.y": "colwise"}, "first and its last member differently"),
         ("ddp:pp=2,stages=2-1", {}, "stages=2-1"),
+        ("ddp:pp=3", {}, "2 numbered layers for 3 stages"),
     ],
 )
 def test_what_cannot_be_declared_is_named(spec: str, rules: dict[str, str], cause: str) -> None:
@@ -247,6 +248,11 @@ def test_what_cannot_be_declared_is_named(spec: str, rules: dict[str, str], caus
     )
     with pytest.raises(Refused, match=cause):
         declare(spec, shape, TpRules(rules))
+
+
+def test_a_name_is_of_one_tensor() -> None:
+    with pytest.raises(Refused, match="duplicate-name"):
+        ModelShape.of([Named("w", (2,)), Named("x", (2,)), Named("w", (2,))])
 
 
 def test_a_scalar_cannot_be_fully_sharded() -> None:
