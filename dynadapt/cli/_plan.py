@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
@@ -115,10 +116,10 @@ def _bytes(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
     if found is None or found[2].lower() not in UNITS:
         raise DynadaptError(f"{text!r} is not a size such as 512MiB", reason="bad-argument")
-    size = int(float(found[1]) * UNITS[found[2].lower()])
-    if size < 64 << 10:
-        raise DynadaptError(f"{text} is less than 64KiB of staging", reason="bad-argument")
-    return size
+    size = float(found[1]) * UNITS[found[2].lower()]
+    if not 64 << 10 <= size < 1 << 50:
+        raise DynadaptError(f"{text} is not from 64KiB to 1PiB of staging", reason="bad-argument")
+    return int(size)
 
 
 def _families(
@@ -132,20 +133,20 @@ def _families(
     seat = found.busiest[0]
     hosts = EvenHosts(found.cluster.seats_per_host, found.world)
     own = factored_plan(seat, layouts[0], layouts[1], Options(hosts=hosts))
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for way, blocks in (("in", own.receives), ("out", own.sends)):
         for block in blocks:
             specs = block.lane.states[0][0]
             assert isinstance(specs, FamilySpecs)
             family = specs.family
             fresh = {"shape": list(family.shape), "in": 0, "out": 0, "stays": 0, "boxes": 0}
-            row = rows.setdefault(family.pattern, fresh)
+            row = rows.setdefault((family.pattern, family.shape, family.dtype), fresh)
             stays = block.peer == seat
             row[way] += int(block.nbytes[~stays].sum())
             row["stays"] += int(block.nbytes[stays].sum())
             row["boxes"] += block.num_moves
-    order = {family.pattern: number for number, family in enumerate(shape.families)}
-    return [{"family": name, **rows[name]} for name in sorted(rows, key=order.__getitem__)]
+    order = [(family.pattern, family.shape, family.dtype) for family in shape.families]
+    return [{"family": at[0], **rows[at]} for at in order if at in rows]
 
 
 def _whole(shape: ModelShape, rules: TpRules, layouts: list[MeshLayout]) -> str:
@@ -172,7 +173,8 @@ def _print(console: Console, facts: dict[str, Any], warning: str) -> None:
     busiest = facts["busiest"]
     planned = facts["planned_seats"]
     of = "all" if planned == facts["world"] else f"{planned} (a sample)"
-    table = Table("", "", show_header=False, title=f"{facts['from']} -> {facts['to']}")
+    title = escape(f"{facts['from']} -> {facts['to']}")
+    table = Table("", "", show_header=False, title=title)
     model = f"{facts['parameters'] / 1e9:.2f} B parameters in {facts['tensors']} tensors"
     rows = {
         "model": f"{model}, {human(facts['state_bytes'])} of state",
@@ -198,7 +200,9 @@ def _print(console: Console, facts: dict[str, Any], warning: str) -> None:
     for row in facts["families"]:
         sizes = (human(row[way]) for way in ("in", "out", "stays"))
         text = "x".join(map(str, row["shape"])) or "scalar"
-        families.add_row(row["family"].replace("{}", "*"), text, *sizes, f"{row['boxes']:,}")
+        families.add_row(
+            escape(row["family"].replace("{}", "*")), text, *sizes, f"{row['boxes']:,}"
+        )
     console.print(families)
     if warning:
         console.print(f"[yellow]note[/yellow] {warning}")

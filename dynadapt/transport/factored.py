@@ -216,8 +216,11 @@ def factored_plan(
 
     Pure. `over` defaults to `lanes(source, target)`, for layouts of one `ModelShape`.
 
-    Raises `ValueError` where the layouts are not of one model and `over` is not given.
+    Raises `ValueError` where endpoints do not ascend, or where the layouts are not of one model and
+    `over` is not given.
     """
+    if not (source.ascending and target.ascending):
+        raise ValueError("a mesh's endpoints do not ascend: plan_for looks rows up instead")
     if over is None:
         over = lanes(source, target)
         if over is None:

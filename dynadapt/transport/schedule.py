@@ -65,9 +65,8 @@ class Slicing(NamedTuple):
         self, number: NDArray[np.int64], slices: NDArray[np.int64], spread: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         """In which chunk each slice travels; `spread` is `spread_of` its pair."""
-        found: NDArray[np.int64] = (
-            ((number << SPREAD_BITS) + spread) * self.chunks // (slices << SPREAD_BITS)
-        )
+        along = number * self.chunks + (spread * self.chunks >> SPREAD_BITS)
+        found: NDArray[np.int64] = along // slices
         return found
 
 

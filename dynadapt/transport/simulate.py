@@ -175,7 +175,8 @@ def simulate(
     `WHOLE`, else a sample that has both ends of the world and steps through it. Times leave out the
     planning and the copies inside a seat.
 
-    Raises `DynadaptError` (reason `unknown-cluster`) for a name that is not in `CLUSTERS`.
+    Raises `DynadaptError`: `unknown-cluster` for a name that is not in `CLUSTERS`, `mesh-order` for
+    layouts whose endpoints do not ascend with their places, `model-differs`.
     """
     if isinstance(cluster, str):
         if cluster not in CLUSTERS:
@@ -184,6 +185,8 @@ def simulate(
                 f"cluster {cluster!r} is unknown; known: {known}", reason="unknown-cluster"
             )
         cluster = CLUSTERS[cluster]
+    if not (source.ascending and target.ascending):
+        raise DynadaptError("the ranks of both layouts have to ascend", reason="mesh-order")
     every = np.union1d(source.order, target.order)
     chosen = every if len(every) <= WHOLE else _sample(every)
     if seats is not None:

@@ -28,7 +28,8 @@ def owners_of(family: Family, ways: int) -> NDArray[np.int64]:
     found = _EXPERT.search(family.pattern)
     if found is None or ways == 1:
         return np.full(len(family), -1)
-    experts = family.index[:, family.pattern[: found.end()].count("{}") - 1]
+    before = family.pattern[: found.end()].replace("{{", "").replace("}}", "")
+    experts = family.index[:, before.count("{}") - 1]
     count = int(experts.max()) + 1
     return np.asarray(experts // -(-count // ways))
 
@@ -38,7 +39,7 @@ def stages_of(
 ) -> tuple[list[tuple[NDArray[np.int64], tuple[int, ...]]], list[Finding]]:
     """Per family the stage of each member, and further stages that hold it (a tie across stages).
 
-    Layers are what the first number of a name counts. They go to stages in even runs, the first ones
+    Layers are told apart by the first number of a name. They go to stages in even runs, the first ones
     longer, or as `stages=24-24-23-23` says. What has no number goes with the first stage if it comes
     before the first layer in the model's order, else with the last.
     """
@@ -46,26 +47,29 @@ def stages_of(
     if count == 1:
         return [(np.zeros(len(family), np.int64), ()) for family in model.families], []
     layered = [family for family in model.families if family.index.shape[1]]
-    layers = max((int(family.index[:, 0].max()) for family in layered), default=-1) + 1
-    runs, findings = _runs(layers, count, spec)
+    numbers = np.unique(np.concatenate([np.zeros(0, np.int64), *(f.index[:, 0] for f in layered)]))
+    runs, findings = _runs(len(numbers), count, spec)
     of_layer = np.repeat(np.arange(count), runs)
+    stage_of = dict(zip(numbers.tolist(), of_layer.tolist(), strict=True))
     first = min((int(family.orders.min()) for family in layered), default=0)
     found: list[tuple[NDArray[np.int64], tuple[int, ...]]] = []
     for family in model.families:
-        if family.index.shape[1]:
-            found.append((of_layer[family.index[:, 0]], ()))
-            continue
         own = np.where(family.orders < first, 0, count - 1)
-        others = {_stage_of_alias(name, of_layer, count) for name in family.aliases}
+        if family.index.shape[1]:
+            own = of_layer[np.searchsorted(numbers, family.index[:, 0])]
+        if not family.aliases:
+            found.append((own, ()))
+            continue
+        others = {_stage_of_alias(name, stage_of, count) for name in family.aliases}
         every = sorted({int(own[0]), *others})
         found.append((np.full(len(family), every[0]), tuple(every[1:])))
     return found, findings
 
 
-def _stage_of_alias(name: str, of_layer: NDArray[np.int64], count: int) -> int:
-    """A further name of a tied tensor: its layer's stage, or the last for a head without a number."""
-    number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
-    return int(of_layer[int(number.group(1))]) if number else count - 1
+def _stage_of_alias(name: str, stage_of: dict[int, int], count: int) -> int:
+    """A further name of a tied tensor: its layer's stage, or the last for a head without a layer."""
+    number = re.search(r"(?:^|\.)([0-9]{1,9})(?:\.|$)", name)
+    return stage_of.get(int(number.group(1)), count - 1) if number else count - 1
 
 
 def _runs(layers: int, count: int, spec: LayoutSpec) -> tuple[list[int], list[Finding]]:

@@ -100,6 +100,12 @@ def _check_options(spec: LayoutSpec) -> None:
                 check(name)
         except Refused as error:
             findings += error.findings
+    stages = spec.options.get("stages", "1")
+    if not all(
+        part.isascii() and part.isdecimal() and len(part) < 10 for part in stages.split("-")
+    ):
+        cause = f"stages={stages} is not numbers of layers joined by -"
+        findings.append(Finding("bad-spec", str(spec), cause, "e.g. stages=24-24-23-23"))
     if spec.options.get("groups", "1") not in {"1", "decay"}:
         cause = (
             f"groups={spec.options['groups']} is neither 1 nor decay; pass other groups as globs"
@@ -187,22 +193,30 @@ class _Declared:
         local, even, padded = list(family.shape), True, False
         name = family.name(0)
         cuts = self.rules.cuts(name, len(family.shape))
-        if (
-            len(family) > 1
-            and self.rules.cuts(family.name(len(family) - 1), len(family.shape)) != cuts
-        ):
-            self._find(family, "the rules cut its first and its last member differently")
+        if not self._alike(family):
+            self._find(family, "the rules, or the sizes of heads, differ among its like tensors")
+        cut_dims: set[int] = set()
+        cut_axes: set[str] = set()
         for cut in cuts:
-            ways, size = axes.get(cut.axis, 1), family.shape[cut.dim]
+            ways, size = axes.get(cut.axis, 1), local[cut.dim]
             if ways == 1 or (cut.axis == "ep" and listed):
                 continue
+            twice = cut.dim in cut_dims and (cut.blocks > 1 or not even or size % ways)
+            if cut.axis in cut_axes or twice:
+                self._find(family, f"its rule cuts dim {cut.dim} or axis {cut.axis} twice")
+                continue
+            cut_dims.add(cut.dim)
+            cut_axes.add(cut.axis)
             if size % cut.blocks:
                 self._find(family, f"dim {cut.dim} is not {cut.blocks} equal blocks")
                 continue
             head = self._head(name) if cut.heads else 1
-            copies = _copies(size, head, ways)
-            multiple = self.spec.number("pad_vocab", 1) if cut.vocab else 1
-            shard = Shard(cut.axis, cut.dim, head if copies > 1 else multiple, cut.blocks, copies)
+            if size % head or (size // head < ways and ways % (size // head)):
+                self._find(family, f"{size / head:g} heads cannot be dealt to {ways} places")
+                continue
+            copies = max(ways // (size // head), 1) if head > 1 else 1
+            multiple = self.spec.number("pad_vocab", 1) if cut.vocab else head
+            shard = Shard(cut.axis, cut.dim, multiple, cut.blocks, copies)
             placements.append(shard)
             local[cut.dim] = shard.part(size // cut.blocks, ways) * cut.blocks
             full = local[cut.dim] * (ways // copies)
@@ -211,6 +225,15 @@ class _Declared:
             padded |= vocab and full != size
             even &= vocab or full == size
         return _Cutting(tuple(placements), pins, stage, owner, prod(local), padded, even)
+
+    def _alike(self, family: Family) -> bool:
+        """Whether the rules treat all members as the first; costs names only where a rule has a number."""
+        rules = [*self.rules.styles, *self.model.heads]
+        if not any(char.isdigit() for rule in rules for char in rule):
+            return True
+        ndim = len(family.shape)
+        names = [family.name(member) for member in range(len(family))]
+        return len({(self.rules.cuts(name, ndim), self._head(name)) for name in names}) <= 1
 
     def _head(self, name: str) -> int:
         return next((n for glob, n in self.model.heads.items() if fnmatchcase(name, glob)), 1)
@@ -342,13 +365,6 @@ class _Declared:
         self.findings.append(Finding("not-declarable", where, f"under {self.spec}: {cause}", fix))
 
 
-def _copies(size: int, head: int, ways: int) -> int:
-    """Neighbouring places that share a head, where there are fewer heads than places."""
-    if head < 2 or size % head or size // head >= ways or ways % (size // head):
-        return 1
-    return ways // (size // head)
-
-
 def _numbered(
     family: Family, number: Callable[[str], int], globs: Sequence[object]
 ) -> NDArray[np.int64]:
@@ -366,6 +382,12 @@ def _group(name: str, groups: Sequence[Sequence[str]]) -> int:
 def _unit(name: str, globs: Sequence[str]) -> str:
     """The innermost module on the way to a tensor that a glob fits; the root is empty."""
     module = name.rpartition(".")[0]
-    while module and not any(fnmatchcase(module, glob) for glob in globs):
+    while module and not any(_fits(module, glob) for glob in globs):
         module = module.rpartition(".")[0]
     return module
+
+
+def _fits(module: str, glob: str) -> bool:
+    """Segment by segment: `layers.*` is every layer, not what is inside one."""
+    path, wanted = module.split("."), glob.split(".")
+    return len(path) == len(wanted) and all(map(fnmatchcase, path, wanted))

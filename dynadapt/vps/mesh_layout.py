@@ -306,7 +306,9 @@ def _general(placement: Placement) -> Placement:
 
 def _mesh_findings(axes: Mapping[str, int], endpoints: Sequence[int] | None) -> Iterator[Finding]:
     places = prod(axes.values())
-    if endpoints is not None and not len(set(endpoints)) == len(endpoints) == places:
+    if any(type(size) is not int or size < 1 for size in axes.values()):
+        yield Finding("bad-mesh", "mesh", f"axes {dict(axes)} are not whole sizes of at least 1")
+    elif endpoints is not None and not len(set(endpoints)) == len(endpoints) == places:
         cause = f"{places} places and {len(set(endpoints))} different endpoints"
         yield Finding("bad-mesh", "mesh", cause, "give each place an endpoint")
 

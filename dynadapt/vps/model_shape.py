@@ -13,11 +13,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple, overload
 
 import numpy as np
 
 from dynadapt.errors import Finding, Refused
+from dynadapt.vps.box import MAX_DIMS
 from dynadapt.vps.keys import Key, KeySpec, itemsize
 
 if TYPE_CHECKING:
@@ -29,7 +31,11 @@ if TYPE_CHECKING:
 
 __all__ = ["ADAMW", "Family", "FamilySpecs", "ModelShape", "Named", "State"]
 
-_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
+_NUMBER = re.compile(r"(?:(?<=\.)|^)(?:0|[1-9][0-9]{0,8})(?=\.|$)")
+"""A number that is written in one way only, so that a family gives its members' names back."""
+
+MAX_BYTES = 1 << 61
+"""All state of a model has to be counted in 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +172,8 @@ class ModelShape:
         `heads`: glob of names -> elements of dim 0 that must stay together under tensor parallelism
         (the size of an attention head).
 
-        Raises `Refused` (reason `duplicate-name`) with every name that is given twice.
+        Raises `Refused` with every name that is given twice (reason `duplicate-name`), and where
+        the tensors are too many dims or bytes to count (`too-large`).
         """
         tensors = list(tensors)
         times = Counter(tensor.name for tensor in tensors)
@@ -174,6 +181,11 @@ class ModelShape:
         if twice:
             cause = "it names two tensors"
             raise Refused(Finding("duplicate-name", n, cause, "name each once") for n in twice)
+        wide = [t for t in tensors if len(t.shape) > MAX_DIMS]
+        if wide or 16 * sum(prod(t.shape) for t in tensors) > MAX_BYTES:
+            where = wide[0].name if wide else max(tensors, key=lambda t: prod(t.shape)).name
+            cause = f"its shape has over {MAX_DIMS} dims, or the model over {MAX_BYTES:,} bytes"
+            raise Refused([Finding("too-large", where, cause, "check the shapes")])
         found: dict[tuple[str, Named], tuple[list[list[int]], list[int]]] = {}
         for order, tensor in enumerate(tensors):
             numbers = _NUMBER.findall(tensor.name)

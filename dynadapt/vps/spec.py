@@ -8,6 +8,7 @@ option of the kind.
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
@@ -84,6 +85,8 @@ class LayoutSpec:
             findings.append(_bad(text, f"kind {kind!r} is unknown{_near(kind, KINDS)}"))
         if slash and not format_:
             findings.append(_bad(text, "the format before the slash is missing"))
+        elif slash and not re.fullmatch(r"[a-z][a-z0-9_-]*", format_):
+            findings.append(_bad(text, f"{format_!r} is no name of a format"))
         for setting in settings.split(",") if settings else ():
             name, equals, value = setting.partition("=")
             if not equals or not value:
@@ -91,7 +94,7 @@ class LayoutSpec:
             elif name in axes or name in options:
                 findings.append(_bad(text, f"{name!r} is given twice"))
             elif name in AXES:
-                if value.isdecimal() and int(value) > 0:
+                if _is_number(value):
                     axes[name] = int(value)
                 else:
                     findings.append(_bad(text, f"{name}={value} is not a number of places"))
@@ -133,7 +136,7 @@ class LayoutSpec:
         value = self.options.get(name)
         if value is None:
             return default
-        if not value.isdecimal() or int(value) < 1:
+        if not _is_number(value):
             raise Refused([_bad(str(self), f"{name}={value} is not a number of at least 1")])
         return int(value)
 
@@ -143,6 +146,11 @@ class LayoutSpec:
         axes = {axis: self.size(axis) for axis in AXES if axis in self.axes or axis in always}
         settings = [f"{name}={value}" for name, value in (*axes.items(), *self.options.items())]
         return f"{front}{self.kind}:{','.join(settings)}"
+
+
+def _is_number(value: str) -> bool:
+    """Whether a text is a number from 1 on, of at most 15 digits."""
+    return value.isascii() and value.isdecimal() and len(value) < 16 and int(value) > 0
 
 
 def _order(text: str | None) -> tuple[tuple[str, ...], list[str]]:

@@ -139,6 +139,14 @@ def test_an_unknown_cluster_is_named() -> None:
     assert caught.value.reason == "unknown-cluster"
 
 
+def test_meshes_that_do_not_ascend_are_refused() -> None:
+    """Their plans are made by rows; a column of places would name the wrong ranks."""
+    mixed = declare("ddp:dp=2", model(), states=ONE, endpoints=(1, 0))
+    with pytest.raises(DynadaptError) as caught:
+        simulate(mixed, layouts("ddp:dp=2", "ddp:dp=2")[1], FLAT)
+    assert caught.value.reason == "mesh-order"
+
+
 def test_other_models_are_refused() -> None:
     other = declare("ddp:dp=2", model(layers=5), states=ONE)
     with pytest.raises(DynadaptError) as caught:

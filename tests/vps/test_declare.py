@@ -208,6 +208,44 @@ def test_fsdp1_units_are_flats_of_their_own() -> None:
     assert values(plain, 1, "a.w").tolist() == [4]
 
 
+def test_units_are_found_segment_by_segment() -> None:
+    """`layers.*` is each layer, not every module inside one."""
+    names = ["layers.0.attn.q.weight", "layers.0.attn.k.weight"]
+    shape = ModelShape.of([Named(name, (3,)) for name in names])
+    layout = declare("fsdp1:dp=2,orig=false,units=layers.*", shape, states=ONE)
+    assert values(layout, 0, names[0]).tolist() == [0, 1, 2]
+    assert values(layout, 1, names[1]).tolist() == [0, 1, 2]
+
+
+def test_a_tie_between_layers_is_on_both_stages_and_numbers_may_start_anywhere() -> None:
+    tensors = [Named(f"layers.{i}.w", (4,)) for i in range(5, 9)]
+    tensors[0] = tensors[0]._replace(aliases=("layers.8.x",))
+    layout = declare("ddp:pp=2", ModelShape.of(tensors), states=ONE)
+    held = [sorted(row.key.name for row in layout.rows(seat)) for seat in range(2)]
+    assert held == [["layers.5.w", "layers.6.w"], ["layers.5.w", "layers.7.w", "layers.8.w"]]
+
+
+def test_whole_heads_are_dealt() -> None:
+    shape = ModelShape.of([Named("layers.0.k.weight", (24, 2))], {"*.k.*": 4})  # six heads
+    layout = declare("ddp:tp=4", shape, RULES, states=ONE)
+    rows = [len(values(layout, seat, "layers.0.k.weight")) // 2 for seat in range(4)]
+    assert rows == [8, 8, 8, 0]
+    other = ModelShape.of([Named("layers.0.k.weight", (8, 2))], {"*.k.*": 4})
+    with pytest.raises(Refused, match="2 heads cannot be dealt to 3 places"):
+        declare("ddp:tp=3", other, RULES)
+
+
+def test_names_come_back_as_they_were() -> None:
+    names = ["layers.00.w", "layers.0.w", "layers.٣.w", "a{}.1.w", "l.99999999999999999999.w"]
+    shape = ModelShape.of([Named(name, (2,)) for name in names])
+    assert _names(shape) == names
+
+
+def test_sizes_that_cannot_be_counted_are_refused() -> None:
+    with pytest.raises(Refused, match="too-large"):
+        ModelShape.of([Named("w", (2**40, 2**30))])
+
+
 def test_frozen_tensors_have_no_state_and_no_place_in_the_optimizers_flat() -> None:
     shape = ModelShape.of([Named("a", (6,), trainable=False), Named("b", (6,))])
     layout = declare("zero2:dp=2", shape)
@@ -232,9 +270,12 @@ def test_frozen_tensors_have_no_state_and_no_place_in_the_optimizers_flat() -> N
         ("fsdp1:dp=2,orig=x,compute=half", {}, "compute=half is no dtype(.|\n)*orig=x is neither"),
         ("ddp:dp=2,dtype=half,pad_vocab=0", {}, "dtype=half is no dtype(.|\n)*pad_vocab=0"),
         ("zero3:dp=2,sub_group_size=x", {}, "sub_group_size=x"),
-        ("ddp:tp=2", {"layers.0.y": "colwise"}, "first and its last member differently"),
+        ("ddp:tp=2", {"layers.0.y": "colwise"}, "differ among its like tensors"),
         ("ddp:pp=2,stages=2-1", {}, "stages=2-1"),
         ("ddp:pp=3", {}, "2 numbered layers for 3 stages"),
+        ("ddp:tp=2", {"w": "colwise+rowwise"}, "cuts dim 1 or axis tp twice"),
+        ("ddp:ep=2,tp=2", {"w": "grouped_gemm+packed_colwise"}, "cuts dim 0 or axis tp twice"),
+        ("ddp:dp=2,stages=banana", {}, "stages=banana"),
     ],
 )
 def test_what_cannot_be_declared_is_named(spec: str, rules: dict[str, str], cause: str) -> None:

@@ -73,6 +73,9 @@ def test_text_and_back(kind: str, axes: dict[str, int], dtype: bool) -> None:
         ("ddp:dp=2,order=dp-dq", ["'dq' is no axis"]),
         ("ddp:dp=2,order=dp-dp", ["names an axis twice"]),
         ("ddp:dp=99999999999,tp=2", ["199,999,999,998 ranks are more than"]),
+        ("!! /ddp:dp=2", ["no name of a format"]),
+        ("ddp:dp=٣", ["is not a number of places"]),
+        (f"ddp:dp={'9' * 5000}", ["is not a number of places"]),
         ("zero9:dp=0,xp=2,dp=3", ["kind 'zero9'", "dp=0"]),
     ],
 )
