@@ -172,14 +172,16 @@ def _print(console: Console, facts: dict[str, Any], warning: str) -> None:
 
     busiest = facts["busiest"]
     planned = facts["planned_seats"]
-    of = "all" if planned == facts["world"] else f"{planned} (a sample)"
+    sampled = planned < facts["world"]
+    of = f"{planned}: a sample, of which the figures below are" if sampled else "all"
+    least = "" if sampled else ", the least possible"
     title = escape(f"{facts['from']} -> {facts['to']}")
     table = Table("", "", show_header=False, title=title)
     model = f"{facts['parameters'] / 1e9:.2f} B parameters in {facts['tensors']} tensors"
     rows = {
         "model": f"{model}, {human(facts['state_bytes'])} of state",
         "ranks": f"{facts['world']}; planned: {of}",
-        "received by one rank": f"{human(facts['bytes_in_worst'])} at most, the least possible",
+        "received by one rank": f"{human(facts['bytes_in_worst'])} at most{least}",
         "sent by one rank": f"{human(facts['bytes_out_worst'])} at most, "
         f"{facts['balance']:.2f}x the mean",
         "stays in its rank": f"{human(facts['resident_worst'])} at most",

@@ -41,6 +41,7 @@ _STYLE = {
     "legend.fontsize": 8,
     "svg.hashsalt": "dynadapt",
     "text.color": _INK,
+    "text.parse_math": False,  # a tensor may be called "$w"
     "xtick.color": _INK,
     "xtick.labelsize": 7,
     "xtick.major.size": 2,
@@ -53,18 +54,24 @@ _STYLE = {
 def write(picture: Picture, path: Path) -> None:
     """Draw a picture into a file whose suffix says the format; equal pictures give equal files.
 
-    Raises `DynadaptError` (reason `bad-argument`) for another suffix or a folder that is not there,
-    (reason `not-installed`) without matplotlib.
+    Raises `DynadaptError`: `bad-argument` for another suffix or a folder that is not there, `no-file`
+    where it cannot be written, `not-installed` without matplotlib.
     """
     if path.suffix.lower() not in SUFFIXES:
         raise DynadaptError(f"{path}: the suffix is none of {SUFFIXES}", reason="bad-argument")
     if not path.resolve().parent.is_dir():
         raise DynadaptError(f"{path.parent} is not a folder", reason="bad-argument")
+    if path.is_dir():
+        raise DynadaptError(f"{path} is a folder", reason="bad-argument")
     matplotlib = _matplotlib()
     with matplotlib.rc_context(_STYLE):
         svg = path.suffix.lower() == ".svg"
         metadata = {"Date": None, "Creator": None} if svg else {"Software": None}
-        draw(picture).savefig(path, dpi=160, metadata=metadata)
+        figure = draw(picture)
+        try:
+            figure.savefig(path, dpi=160, metadata=metadata)
+        except OSError as error:
+            raise DynadaptError(f"{path}: cannot be written: {error}", reason="no-file") from error
 
 
 def draw(picture: Picture) -> Any:

@@ -20,7 +20,7 @@ from dynadapt.transport.cost import LINKS, Link
 from dynadapt.transport.factored import factored_plan, lanes
 from dynadapt.transport.plan import EvenHosts, Options
 from dynadapt.transport.schedule import CHUNKS_IN_FLIGHT, Slicing, finer, slicing, spread_of
-from dynadapt.vps.geometry import ragged
+from dynadapt.vps.geometry import mesh_strides, ragged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +36,9 @@ WHOLE = 256
 
 SAMPLE = 32
 """Seats that stand for a larger world."""
+
+STAGES = 128
+"""Seats of different stages and expert places that are added to the sample."""
 
 FOLLOWED = 128
 """Chunks that are followed; every chunk has the same part of every stream, so they stand for the rest."""
@@ -188,7 +191,7 @@ def simulate(
     if not (source.ascending and target.ascending):
         raise DynadaptError("the ranks of both layouts have to ascend", reason="mesh-order")
     every = np.union1d(source.order, target.order)
-    chosen = every if len(every) <= WHOLE else _sample(every)
+    chosen = every if len(every) <= WHOLE else _sample(every, (source, target))
     if seats is not None:
         chosen = np.array(seats, np.int64)
     over = lanes(source, target)
@@ -261,11 +264,27 @@ def _latency(cluster: Cluster) -> NDArray[np.float64]:
     return np.array([near, near, far, far])
 
 
-def _sample(every: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Both ends and steps of no common measure with the mesh, so that all coordinates are met."""
+def _sample(every: NDArray[np.int64], layouts: Sequence[MeshLayout]) -> NDArray[np.int64]:
+    """Both ends, steps of no common measure with the mesh, and a seat of each stage and expert place.
+
+    Stages hold different tensors, so one of each (up to `STAGES`) has to be among them.
+    """
+    kinds = np.zeros((len(every), 0), np.int64)
+    for layout in layouts:
+        places = layout.places(every)
+        strides = mesh_strides(layout.axes)
+        for axis in {"pp", "ep"} & set(layout.axes):
+            at = np.where(places < 0, -1, places // strides[axis] % layout.axes[axis])
+            kinds = np.column_stack([kinds, at])
+    firsts = np.zeros(0, np.int64)
+    if kinds.shape[1]:
+        firsts = np.unique(kinds, axis=0, return_index=True)[1]
+        firsts = firsts[np.unique(np.linspace(0, len(firsts) - 1, STAGES).astype(np.int64))]
     steps = np.linspace(0, len(every) - 1, SAMPLE).astype(np.int64)
     steps[1:-1] += np.arange(1, SAMPLE - 1) * 7 % 13
-    found: NDArray[np.int64] = every[np.unique(np.minimum(steps, len(every) - 1))]
+    found: NDArray[np.int64] = every[
+        np.unique(np.concatenate([firsts, np.minimum(steps, len(every) - 1)]))
+    ]
     return found
 
 

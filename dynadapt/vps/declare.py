@@ -350,7 +350,8 @@ class _Declared:
     def _flattens(self, family: Family, cutting: _Cutting, alone: bool = False) -> bool:
         """Whether a family can lie in a flat buffer; a finding where not."""
         if cutting.blocks:
-            self._find(family, "a tensor of several blocks has no flat form here")
+            cause = "a tensor of several blocks has no flat form here"
+            self._find(family, cause, "list its parts as tensors of their own (--experts listed)")
         elif not alone and not cutting.even:
             self._find(family, "tensor parallelism cuts it unevenly: its flat offsets would differ")
         elif not alone and any(isinstance(p, Pin) and p.also for p in cutting.placements):
@@ -359,8 +360,8 @@ class _Declared:
             return True
         return False
 
-    def _find(self, family: Family, cause: str) -> None:
-        fix = "choose other sizes, or tp rules that leave it whole"
+    def _find(self, family: Family, cause: str, fix: str = "") -> None:
+        fix = fix or "choose another kind or other sizes, or tp rules that leave it whole"
         where = f"{family.name(0)} {list(family.shape)}"
         self.findings.append(Finding("not-declarable", where, f"under {self.spec}: {cause}", fix))
 

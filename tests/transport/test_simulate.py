@@ -125,6 +125,20 @@ def test_a_large_world_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sample.seconds == pytest.approx(whole.seconds, rel=0.2)
 
 
+def test_a_sample_has_a_seat_of_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One stage is ten times as large; a sample that missed it would promise too little."""
+    monkeypatch.setattr(simulate_module, "WHOLE", 8)
+    monkeypatch.setattr(simulate_module, "SAMPLE", 4)
+    tensors = [Named(f"layers.{i}.w", (64, 1000 if i == 13 else 100)) for i in range(32)]
+    shape = ModelShape.of(tensors)
+    before, after = (declare(s, shape, states=ONE) for s in ("zero3:dp=64", "zero3:pp=32,dp=2"))
+    run = simulate(before, after, FLAT)
+    assert run.sampled
+    seat = int(run.seats[np.argmax(run.minimum)])
+    assert seat in {26, 27}
+    assert run.minimum.max() >= 64 * 1000 * 4 // 2 - 64 * 1000 * 4 // 64
+
+
 def test_latency_counts_each_message() -> None:
     slow = Cluster(1, Link(1e9, 1e-3), Link(1e9, 1e-3))
     fast = simulate(*layouts("zero3:dp=8", "ddp:dp=8"), FLAT, budget=1 << 20)
