@@ -13,6 +13,7 @@ from dynadapt.report.sample import sample_model
 from dynadapt.report.traffic import (
     Memory,
     Timeline,
+    Traffic,
     memory_of,
     small_enough,
     traffic_of,
@@ -61,20 +62,20 @@ def picture_of(
     layouts = [declare(spec, model, rules) for spec in parsed]
     titles = tuple(str(spec) for spec in parsed)
     names, notes = _chosen(layouts, tensor)
-    timeline, traffic, options = None, None, Options()
+    timeline, traffic = None, None
     if len(layouts) == 2:
         before, after = layouts
+        options = Options()
         if links is not None:
             from dynadapt.transport.simulate import simulate
 
             run = simulate(before, after, links)
             timeline = Timeline.of(run, f"schedule on {links}")
-            options = Options(
-                hosts=EvenHosts(
-                    run.cluster.seats_per_host, 1 + max(layout.endpoints[-1] for layout in layouts)
-                )
-            )
-        traffic = traffic_of(before, after, options)
+            traffic = Traffic.of(run)
+            last = max(layout.endpoints[-1] for layout in layouts)
+            options = Options(hosts=EvenHosts(run.cluster.seats_per_host, 1 + last))
+        if traffic is None:
+            traffic = traffic_of(before, after, options)
     held = f"{human(model.nbytes())} with AdamW's moments"
     about = f"model: {len(model)} tensors, {model.numel:,} elements, {held}"
     return Picture(

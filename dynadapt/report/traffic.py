@@ -50,6 +50,14 @@ class Traffic:
     stays: NDArray[np.int64]
     per: int = 1
 
+    @classmethod
+    def of(cls, simulation: Simulation) -> Traffic | None:
+        """What a simulation's plans move; None where it made those of a sample only."""
+        if simulation.pairs is None:
+            return None
+        labels = tuple(map(str, simulation.seats.tolist()))
+        return cls(labels, simulation.pairs.astype(np.int64), simulation.resident)
+
     @property
     def moved(self) -> int:
         """Bytes that cross between seats."""

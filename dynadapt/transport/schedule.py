@@ -57,9 +57,9 @@ class Slicing(NamedTuple):
     chunks: int
     shortest: int
 
-    def slices(self, nbytes: int) -> int:
-        """Into how many slices a stream of so many bytes is cut."""
-        return min(self.chunks, max(nbytes // self.shortest, 1))
+    def slices(self, nbytes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Into how many slices each stream of so many bytes is cut."""
+        return np.clip(nbytes // self.shortest, 1, self.chunks)
 
     def chunk_of(
         self, number: NDArray[np.int64], slices: NDArray[np.int64], spread: NDArray[np.int64]
@@ -114,7 +114,7 @@ def chunks(plan: SeatPlan, cut: Slicing) -> tuple[Chunk, ...]:
         for move in moves:
             streams.setdefault((move.source, move.target), []).append(move)
         for (source, target), own in sorted(streams.items()):
-            slices = cut.slices(sum(_aligned(move.nbytes) for move in own))
+            slices = int(cut.slices(np.array(sum(_aligned(move.nbytes) for move in own))))
             spread = spread_of(np.array([source]), np.array([target]))
             places = cut.chunk_of(np.arange(slices), np.array([slices]), spread).tolist()
             for number, move in _sliced(own, slices):

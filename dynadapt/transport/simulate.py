@@ -210,21 +210,16 @@ def simulate(
         streams += [plan.by_peer(out=False), plan.by_peer(out=True)]
         if progress is not None:
             progress(number + 1, count)
-    cut, staging = _cut(chosen, streams, budget)
+    cut, chunk_bytes = _cut(chosen, streams, budget)
+    staging = _staging(chunk_bytes)
     loads, messages = np.zeros((count, 4)), np.zeros((count, 4), np.int64)
-    chunk_bytes = np.zeros((count, cut.chunks))
-    times = np.zeros((count, 4, cut.chunks))
-    speeds, latency = _speeds(cluster), _latency(cluster)
+    links = []  # of each stream the number of its column
     for number, (peers, sizes) in enumerate(streams):
         at, way = divmod(number, 2)
         far = peers // cluster.seats_per_host != chosen[at] // cluster.seats_per_host
-        whose, chunk, each = _slices(int(chosen[at]), way, (peers, sizes), cut)
-        link = way + 2 * far
-        np.add.at(loads[at], link, sizes)
-        np.add.at(messages[at], link[whose], 1)
-        np.add.at(chunk_bytes[at], chunk, each)
-        own = link[whose]
-        np.add.at(times[at], (own, chunk), each / speeds[own] + latency[own])
+        links.append(way + 2 * far)
+        np.add.at(loads[at], links[-1], sizes)
+        np.add.at(messages[at], links[-1], cut.slices(sizes))
     pairs: NDArray[np.float64] | None = None
     if count == len(every):
         pairs = np.zeros((count, count))
@@ -232,7 +227,7 @@ def simulate(
             pairs[at, np.searchsorted(every, peers)] = sizes
         starts, ends, seconds = _followed(pairs, every, cluster, cut)
     else:
-        starts, ends, seconds = _paced(times)
+        starts, ends, seconds = _paced(_times(chosen, streams, links, cut, cluster))
     return Simulation(
         cluster,
         len(every),
@@ -302,7 +297,7 @@ def _slices(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
     """All slices of a seat's streams of one way: whose stream, in which chunk, how many bytes."""
     peers, sizes = streams
-    own = np.clip(sizes // cut.shortest, 1, cut.chunks)
+    own = cut.slices(sizes)
     me = np.full_like(peers, seat)
     spread = spread_of(me, peers) if way else spread_of(peers, me)
     whose, which = ragged(own)
@@ -311,22 +306,44 @@ def _slices(
 
 def _cut(
     seats: NDArray[np.int64], streams: Sequence[_Stream], budget: int
-) -> tuple[Slicing, NDArray[np.int64]]:
-    """The cut that the seats would agree on, and each seat's staging."""
+) -> tuple[Slicing, NDArray[np.float64]]:
+    """The cut that the seats would agree on, and (seats, chunks) bytes of each seat, both ways."""
     both = [int(a[1].sum() + b[1].sum()) for a, b in zip(streams[::2], streams[1::2], strict=True)]
     cut = slicing(both, budget)
     while True:
-        staging = np.zeros(len(seats), np.int64)
+        held = np.zeros((len(seats), cut.chunks))
         for at, seat in enumerate(seats.tolist()):
-            held = np.zeros(cut.chunks)
             for way in (0, 1):
                 _, chunk, each = _slices(seat, way, streams[2 * at + way], cut)
-                held += np.bincount(chunk, each, cut.chunks)
-            staging[at] = np.ceil(held.max(initial=0.0) * CHUNKS_IN_FLIGHT)
-        most = int(staging.max(initial=0))
+                held[at] += np.bincount(chunk, each, cut.chunks)
+        most = int(_staging(held).max(initial=0))
         if most <= budget or cut.shortest == 1:
-            return cut, staging
+            return cut, held
         cut = finer(cut, most, budget)
+
+
+def _staging(chunk_bytes: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Bytes of each seat's two largest chunks, were they neighbours."""
+    most: NDArray[np.float64] = chunk_bytes.max(axis=1, initial=0.0)
+    return np.ceil(most * CHUNKS_IN_FLIGHT).astype(np.int64)
+
+
+def _times(
+    seats: NDArray[np.int64],
+    streams: Sequence[_Stream],
+    links: Sequence[NDArray[np.int64]],
+    cut: Slicing,
+    cluster: Cluster,
+) -> NDArray[np.float64]:
+    """(seats, links, chunks) seconds of each link, a message's own time included."""
+    speeds, latency = _speeds(cluster), _latency(cluster)
+    found = np.zeros((len(seats), 4, cut.chunks))
+    for number, (stream, link) in enumerate(zip(streams, links, strict=True)):
+        at, way = divmod(number, 2)
+        whose, chunk, each = _slices(int(seats[at]), way, stream, cut)
+        own = link[whose]
+        np.add.at(found[at], (own, chunk), each / speeds[own] + latency[own])
+    return found
 
 
 def _paced(
@@ -370,7 +387,7 @@ def _amounts(
     found = np.zeros((followed, *pairs.shape), np.float32)
     source, target = np.nonzero(pairs)
     sizes = pairs[source, target]
-    slices = np.clip(sizes.astype(np.int64) // cut.shortest, 1, cut.chunks)
+    slices = cut.slices(sizes.astype(np.int64))
     whose, which = ragged(np.minimum(slices, -(-followed * slices // cut.chunks) + 1))
     spread = spread_of(every[source], every[target])
     at = cut.chunk_of(which, slices[whose], spread[whose])

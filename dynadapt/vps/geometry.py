@@ -225,11 +225,6 @@ class Geometry:
         self.replicas = _sums(spread)
         self._axes, self._strides = dict(axes), strides
 
-    @property
-    def flat_ways(self) -> int:
-        """Places that the flat split tells apart; 1 without one."""
-        return 1 if self.flat is None else len(self._flat_place)
-
     def fixed(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """The part of each place that tells what it holds: places with the same one are replicas."""
         found = np.zeros_like(places)

@@ -60,9 +60,6 @@ class Flat:
     The tensor, or what placements before left of it, lies row-major at `offset` of the buffer; `part`
     is the length of one place's span, padding included. Without `part` the tensor is alone in its
     buffer: spans are as even as multiples of `multiple` allow.
-
-    >>> Flat("dp", multiple=4).length(10, 2)
-    8
     """
 
     axes: str | tuple[str, ...]
@@ -74,12 +71,6 @@ class Flat:
     def over(self) -> tuple[str, ...]:
         """The axes, the first the slowest."""
         return _over(self.axes)
-
-    def length(self, numel: int, ways: int) -> int:
-        """Elements of one place's span, padding included."""
-        if self.part is not None:
-            return self.part
-        return max(-(-numel // (ways * self.multiple)) * self.multiple, 1)
 
 
 @dataclass(frozen=True, slots=True)

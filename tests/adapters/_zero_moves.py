@@ -145,3 +145,10 @@ def _ungrouped(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _ungrouped(part) for key, part in value.items()}
     return sorted(value) if isinstance(value, list) else value
+
+
+def moves(
+    rank: int, world_size: int, cases: dict[str, tuple[Setup, Setup]], stepped: int
+) -> dict[str, tuple[list[float], list[float]]]:
+    """`move` of every case, by its name."""
+    return {name: move(source, target, stepped) for name, (source, target) in cases.items()}

@@ -11,7 +11,7 @@ import pytest
 
 from tests.adapters import _zero_engines as zero
 from tests.adapters._zero_engines import Setup
-from tests.adapters._zero_moves import check_described, move
+from tests.adapters._zero_moves import check_described, moves
 
 if TYPE_CHECKING:
     from tests._ranks import Pool
@@ -119,15 +119,9 @@ MOVES = {
 }
 
 
-def _moves(
-    rank: int, world_size: int, cases: dict[str, tuple[Setup, Setup]], stepped: int
-) -> dict[str, tuple[list[float], list[float]]]:
-    return {name: move(source, target, stepped) for name, (source, target) in cases.items()}
-
-
 @pytest.mark.parametrize("stepped", [0, 2], ids=["into fresh engines", "into stepped engines"])
 def test_training_goes_on_bit_for_bit(ranks2: Pool, stepped: int) -> None:
-    for losses in ranks2.run(_moves, MOVES, stepped, timeout=400):
+    for losses in ranks2.run(moves, MOVES, stepped, timeout=400):
         for name, (source, target) in losses.items():
             assert source == target, name
 
@@ -152,7 +146,7 @@ OPERATORS = {
 @pytest.mark.parametrize("stepped", [0, 2], ids=["into fresh engines", "into stepped engines"])
 def test_training_goes_on_with_compiled_optimizers(ranks2: Pool, stepped: int) -> None:
     """DeepSpeed compiles these at first use, which takes minutes."""
-    for losses in ranks2.run(_moves, OPERATORS, stepped, timeout=600):
+    for losses in ranks2.run(moves, OPERATORS, stepped, timeout=600):
         for name, (source, target) in losses.items():
             assert source == target, name
 
