@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from tests._forks import end_parents
 from tests._pool import Outcome, Pool, RanksFailedError
+from tests._reset import reset_deepspeed
 from tests._worker import GROUP_TIMEOUT, HOST, ROOT, allow_fp16, at_reset, store, taken_for_fused
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "at_reset",
     "close_pools",
     "pool",
+    "reset_deepspeed",
     "spawn_fresh",
     "store",
     "taken_for_fused",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["freeze_imports", "reset"]
+__all__ = ["freeze_imports", "reset", "reset_deepspeed"]
 
 _frozen = [0]
 """How many modules there were when objects were last frozen."""
@@ -27,7 +27,7 @@ def reset(environ: Mapping[str, str]) -> None:
     import torch
     import torch.distributed as dist
 
-    _reset_deepspeed()
+    reset_deepspeed()
     _reset_accelerate()
     gc.collect()  # engines are full of cycles and must not outlive the groups they use
     if dist.is_initialized():
@@ -64,7 +64,7 @@ def _reset_torch_caches() -> None:
         sys.modules["torch._dynamo"].reset()
 
 
-def _reset_deepspeed() -> None:
+def reset_deepspeed() -> None:
     """Globals of DeepSpeed that one engine leaves for the next."""
     if "deepspeed" not in sys.modules:
         return

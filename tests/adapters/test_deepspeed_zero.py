@@ -88,7 +88,7 @@ def _outlive(rank: int, world_size: int) -> None:
     module, optimizer = weakref.ref(engine.module), weakref.ref(engine.optimizer)
     engine.destroy()
     del engine
-    _ranks._reset_deepspeed()  # DeepSpeed's globals hold the engine
+    _ranks.reset_deepspeed()  # DeepSpeed's globals hold the engine
     gc.collect()
     assert module() is None
     assert optimizer() is None
