@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from dynadapt.vps.mesh_layout import MeshLayout
     from dynadapt.vps.model_shape import ModelShape
     from dynadapt.vps.model_shape import State as Slot
+    from dynadapt.vps.tensor_map import TensorMap
     from dynadapt.vps.tp_rules import TpRules
 
 __all__ = ["declare", "describe", "fingerprint", "migrate", "plan", "simulate"]
@@ -96,17 +97,24 @@ class State:
         return printed(self)
 
 
-def describe(x: Any, *, timeout: float | None = None, session: Session | None = None) -> State:
+def describe(
+    x: Any,
+    *,
+    tensor_map: TensorMap | None = None,
+    timeout: float | None = None,
+    session: Session | None = None,
+) -> State:
     """Who holds what of a live state. All ranks call it; nothing moves, nothing is written.
 
-    Gathered parameter copies that an evaluation left behind are dropped. Raises `MigrationAborted`
-    (reason `mid-step`) in the middle of a step, `DynadaptError` (`no-adapter`) for an unknown object.
+    `tensor_map` gives its tensors other names and shapes, as for `migrate`. Gathered parameter copies that
+    an evaluation left behind are dropped. Raises `MigrationAborted` (reason `mid-step`) in the middle of a
+    step, `DynadaptError` (`no-adapter`) for an unknown object.
 
     >>> import torch
     >>> [str(spec.key) for spec in describe(torch.nn.Linear(2, 3)).layout.keys]
     ['bias/param', 'weight/param']
     """
-    settings = _settings(timeout=timeout)
+    settings = _settings(timeout=timeout, source_map=tensor_map)
     side, _ = side_of(session or current_session(), _state(x), settings)
     return State(side)
 
@@ -119,6 +127,8 @@ def plan(
     narrow: Literal["if-exact", "allow", "refuse"] = "if-exact",
     on_drift: Literal["error", "first"] = "error",
     allow: Collection[str] = (),
+    source_map: TensorMap | None = None,
+    target_map: TensorMap | None = None,
     timeout: float | None = None,
     session: Session | None = None,
 ) -> PlanReport:
@@ -132,7 +142,13 @@ def plan(
     0
     """
     settings = _settings(
-        budget=budget, narrow=narrow, on_drift=on_drift, allow=allow, timeout=timeout
+        budget=budget,
+        narrow=narrow,
+        on_drift=on_drift,
+        allow=allow,
+        source_map=source_map,
+        target_map=target_map,
+        timeout=timeout,
     )
     matched, seats = migration.plan(session or current_session(), _state(a), _state(b), settings)
     return PlanReport.of(matched, seats)
@@ -148,6 +164,8 @@ def migrate(
     on_drift: Literal["error", "first"] = "error",
     allow: Collection[str] = (),
     narrow: Literal["if-exact", "allow", "refuse"] = "if-exact",
+    source_map: TensorMap | None = None,
+    target_map: TensorMap | None = None,
     on_phase: Callable[[str], None] | None = None,
     session: Session | None = None,
 ) -> MigrationReport:
@@ -164,6 +182,11 @@ def migrate(
     (keep the target's own), `"tie"`, `"step"`. `narrow`: whether floats may lose bits. `on_phase` is
     called with each phase's name as it begins.
 
+    `source_map` and `target_map` are for models whose tensors have other names or shapes: each is a
+    `TensorMap` from the names of its side to common ones, so one map serves both ways, whichever side
+    has the foreign names. Steps, param groups and reports follow. A rule that matches nothing is an
+    error with the nearest names.
+
     Raises `MigrationAborted`, the same on every rank, with the seat, the phase, the cause and all
     findings; the source is then as it was and may train on.
 
@@ -174,23 +197,37 @@ def migrate(
     (True, True)
     """
     settings = _settings(
-        budget=budget, mode=mode, narrow=narrow, on_drift=on_drift, allow=allow, timeout=timeout
+        budget=budget,
+        mode=mode,
+        narrow=narrow,
+        on_drift=on_drift,
+        allow=allow,
+        source_map=source_map,
+        target_map=target_map,
+        timeout=timeout,
     )
     here = session or current_session()
     return migration.migrate(here, _state(source), _state(target), settings, on_phase)
 
 
-def fingerprint(x: Any, *, timeout: float | None = None, session: Session | None = None) -> str:
+def fingerprint(
+    x: Any,
+    *,
+    tensor_map: TensorMap | None = None,
+    timeout: float | None = None,
+    session: Session | None = None,
+) -> str:
     """One 128-bit number, in hex, of a whole training state, whatever its layout. All ranks call it.
 
     Covers parameters (the authoritative copy), optimizer tensors and persistent buffers, each with its
-    name, dtype and shape; not step counts and hyperparameters.
+    name, dtype and shape; not step counts and hyperparameters. A `tensor_map` gives other names and shapes
+    first: two states that a migration made equal by one have the same number by it.
 
     >>> import torch
     >>> len(fingerprint(torch.nn.Linear(2, 3)))
     32
     """
-    settings = _settings(timeout=timeout)
+    settings = _settings(timeout=timeout, source_map=tensor_map)
     return fingerprint_of(session or current_session(), _state(x), settings)
 
 

@@ -26,6 +26,7 @@ from dynadapt.elastic.memory import (
     state_to_make,
     too_little,
 )
+from dynadapt.elastic.naming import Naming, Own, renamed
 from dynadapt.elastic.outcome import MigrationReport
 from dynadapt.elastic.side import Side, unite
 from dynadapt.elastic.state import ballot, control_of, parked_findings, refuse, storage_of
@@ -41,7 +42,7 @@ from dynadapt.transport.planner import plan_for, remembered_plan
 from dynadapt.vps import cover
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from dynadapt.elastic.settings import Settings
     from dynadapt.elastic.worlds import Session
@@ -114,6 +115,7 @@ class _Migration:
 
     source: Side
     target: Side
+    wanted: Own
     matched: Match
     options: Options
     seat_plan: SeatPlan
@@ -220,16 +222,19 @@ class _Migration:
             side = unite("source", self.control, self.own_source)
             if side is None:
                 raise Refused([Finding("no-state", "source", "no rank passed a source")])
-            self.source = side
+            self.source = renamed("source", side, self.settings.source_map, self.settings.allow)
         with self.phase("prepare"):
             self.prepare()
 
     def prepare(self) -> None:
         """Make room: check memory, park the source if asked, let the target make absent state."""
         needed = 0
+        before: Described | None = None
         if self.target_adapter is not None:
             before = self.target_adapter.describe(self.x_target)
-            needed = state_to_make(self.source.layout.keys, before)
+        self.wanted = self.in_target_names(before)
+        if before is not None:
+            needed = state_to_make(self.wanted.keys, before)
         self.check_memory("room", "new optimizer state", needed)
         if self.settings.mode == "park" and self.own_source is not None and not self.source.readers:
             model = TrainState.of(self.x_source).model
@@ -238,11 +243,11 @@ class _Migration:
                 refuse([Finding("bad-argument", "mode", cause, "use mode='keep'")])
             self.parked = Parked(model, self.own_source.buffers)
             self.parked.park()
-        if self.target_adapter is not None:
+        if self.target_adapter is not None and before is not None:
             self.preparing = True
             aux = {item.path: item for item in before.aux}
             unlike = checks.optimizers_differ(self.source.aux, aux, self.settings.allow)
-            self.own_target = self.target_adapter.prepare(self.x_target, self.source.layout.keys)
+            self.own_target = self.target_adapter.prepare(self.x_target, self.wanted.keys)
             refuse(unlike)
         blank = None  # what the target says of steps and hyperparameters is about to be replaced
         if self.own_target is not None:
@@ -250,7 +255,29 @@ class _Migration:
         side = unite("target", self.control, blank)
         if side is None:
             raise Refused([Finding("no-state", "target", "no rank passed a target")])
-        self.target = side
+        self.target = renamed("target", side, self.settings.target_map, self.settings.allow)
+
+    def in_target_names(self, before: Described | None) -> Own:
+        """The source as the target's adapter is to know it. All seats call it."""
+        source, tensor_map = self.source, self.settings.target_map
+        if tensor_map is None:
+            return Own(source.layout.keys, source.scalars, source.aux)
+        blank = None
+        if before is not None:  # states may be there for some of a map's parts only, as yet
+            specs = tuple(spec for spec in before.specs if spec.key.slot in {"param", "buffer"})
+            blank = replace(before, specs=specs, rows=(), files={}, scalars={}, aux=())
+        side = unite("target names", self.control, blank)
+        if side is None:
+            raise Refused([Finding("no-state", "target", "no rank passed a target")])
+        return Naming("target", tensor_map, side.layout.keys).of(source)
+
+    def told(self, findings: Iterable[Finding]) -> list[Finding]:
+        """Findings placed by common names, with the names that the user knows."""
+        namings = [side.naming for side in (self.source, self.target) if side.naming is not None]
+        found = list(findings)
+        for naming in namings:
+            found = [naming.told(finding) for finding in found]
+        return found
 
     def check_memory(self, name: str, what: str, needed: int) -> None:
         """Refuse, on all seats alike, what does not fit the memory of some host."""
@@ -302,13 +329,13 @@ class _Migration:
         self.matched = match(source.keys, target.keys, self.options)
         steps = checks.steps_differ(self.source.scalars, self.target.flat_step, settings.allow)
         files = checks.files_unreachable(self.source, self.target)
-        refuse([*self.matched.findings, *cover.prove(target), *steps, *files])
+        refuse(self.told([*self.matched.findings, *cover.prove(target), *steps, *files]))
         for path, note in self.matched.notes:
             self.outcomes.append(Outcome(path, "derived", note))
         self.options = replace(self.options, first_only=self.count_source())
         seat = self.session.seat
         self.seat_plan = remembered_plan(seat, source, target, self.matched, self.options)
-        refuse(self.seat_plan.findings)
+        refuse(self.told(self.seat_plan.findings))
         self.chunk_list = cut_chunks(self.control, self.seat_plan, settings.budget)
         self.check_memory("staging", "staging", staging_bytes(self.chunk_list))
 
@@ -327,13 +354,13 @@ class _Migration:
         )
         self.source_sums = sums.values[: len(wanted)]
         cause = "differs from its master in the source; it is not moved"
-        self.warnings += [
+        self.warnings += self.told(
             Finding("stale-copy", str(key), cause)
             for key in checks.stale(derived, sums.values[len(wanted) :])
-        ]
+        )
         drift = checks.drift(sums, self.source.layout.by_name, self.settings.on_drift)
-        refuse(drift.fatal)
-        self.warnings += drift.told
+        refuse(self.told(drift.fatal))
+        self.warnings += self.told(drift.told)
         return drift.first_only
 
     def agree(self) -> None:
@@ -375,9 +402,9 @@ class _Migration:
             if self.target_adapter is not None:
                 self.outcomes += self.target_adapter.finish(
                     self.x_target,
-                    self.source.layout.keys,
-                    self.source.scalars,
-                    self.source.aux,
+                    self.wanted.keys,
+                    self.wanted.scalars,
+                    self.wanted.aux,
                     agree,
                 )
 
@@ -388,7 +415,7 @@ class _Migration:
         if self.target_adapter is not None:
             after = self.target_adapter.describe(self.x_target)
             findings += checks.held_differently(self.own_target, after)
-            unlike = checks.scalars_differ(self.source.scalars, after.scalars)
+            unlike = checks.scalars_differ(self.wanted.scalars, after.scalars)
             if "step" in self.settings.allow and self.target.flat_step:
                 self.outcomes += [Outcome(f.where, "derived", f.cause) for f in unlike]
             else:
@@ -410,7 +437,7 @@ class _Migration:
             Finding("stale-copy", str(key), "differs from its master in the target")
             for key in checks.stale(derived, sums.values[len(wanted) :])
         ]
-        refuse(findings)
+        refuse(self.told(findings))
         return self.print_of(sums.values[: len(pairs)])
 
     def expected(self) -> list[int]:
@@ -433,7 +460,7 @@ class _Migration:
             derived = {s.key: s for s in self.target.layout.keys if s.derived}
             rebuilt += sum(
                 row.box.volume * derived[row.key].nbytes // max(derived[row.key].numel, 1)
-                for row in self.own_target.rows
+                for row in self.target.canonical(self.own_target.rows)
                 if row.key in derived
             )
         moved = self.moved

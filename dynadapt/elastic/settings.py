@@ -7,6 +7,7 @@ from typing import Literal
 
 from dynadapt.errors import Finding
 from dynadapt.transport.control import Timeouts
+from dynadapt.vps.tensor_map import TensorMap
 
 __all__ = ["ALLOWANCES", "DEFAULT_BUDGET", "Settings"]
 
@@ -27,6 +28,8 @@ class Settings:
     on_drift: Literal["error", "first"] = "error"
     allow: frozenset[str] = frozenset()
     timeouts: Timeouts = field(default_factory=Timeouts)
+    source_map: TensorMap | None = None
+    target_map: TensorMap | None = None
 
     def to_json(self) -> dict[str, object]:
         """One plain value an argument, equal on seats that were given equal ones."""
@@ -37,6 +40,8 @@ class Settings:
             "on_drift": self.on_drift,
             "allow": sorted(self.allow),
             "timeout": self.timeouts.phase,
+            "source_map": None if self.source_map is None else self.source_map.to_json(),
+            "target_map": None if self.target_map is None else self.target_map.to_json(),
         }
 
     def findings(self) -> list[Finding]:
@@ -56,6 +61,10 @@ class Settings:
             findings.append(_bad("budget", self.budget, "a whole number of at least 65536 bytes"))
         if not self.timeouts.phase > 0:
             findings.append(_bad("timeout", self.timeouts.phase, "more than 0 seconds"))
+        maps: dict[str, object] = {"source_map": self.source_map, "target_map": self.target_map}
+        for name, each in maps.items():
+            if not isinstance(each, TensorMap | None):
+                findings.append(_bad(name, each, "a TensorMap"))
         return findings
 
 

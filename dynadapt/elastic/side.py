@@ -13,6 +13,7 @@ from dynadapt.vps.keys import Key
 from dynadapt.vps.layout import RowLayout
 
 if TYPE_CHECKING:
+    from dynadapt.elastic.naming import Naming
     from dynadapt.protocols import AuxPolicy, Described
     from dynadapt.transport.control import Control
     from dynadapt.vps.layout import Row
@@ -26,7 +27,8 @@ Scalars = Mapping[str, Mapping[str, int | float]]
 class Side:
     """The source or the target over all its endpoints; equal on every seat.
 
-    `readers` are the seats that can read and write its files, if it has any.
+    `readers` are the seats that can read and write its files, if it has any; `naming` what a tensor map
+    made of the names it was described in.
     """
 
     layout: RowLayout
@@ -35,15 +37,16 @@ class Side:
     coordinates: Mapping[int, Mapping[str, int]]
     flat_step: bool
     readers: tuple[int, ...] = ()
+    naming: Naming | None = None
 
     def canonical(self, rows: Iterable[Row]) -> list[Row]:
-        """Rows as a seat described them, under the canonical names of tied tensors."""
-        names = {
-            Key(alias, spec.key.slot): spec.key
-            for spec in self.layout.keys
-            for alias in spec.aliases
-        }
-        return [replace(row, key=names[row.key]) if row.key in names else row for row in rows]
+        """Rows as a seat described them, under the names and shapes of `layout`."""
+        specs = self.layout.keys if self.naming is None else self.naming.keys
+        names = {Key(alias, spec.key.slot): spec.key for spec in specs for alias in spec.aliases}
+        found = [replace(row, key=names[row.key]) if row.key in names else row for row in rows]
+        if self.naming is None:
+            return found
+        return [new for row in found for new in self.naming.rows(row)]
 
 
 def unite(name: str, control: Control, own: Described | None) -> Side | None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from dynadapt.elastic.checks import disagreements
 from dynadapt.elastic.memory import is_parked
+from dynadapt.elastic.naming import renamed
 from dynadapt.elastic.side import Side, unite
 from dynadapt.errors import Finding, MigrationAborted, Refused
 from dynadapt.protocols import TrainState
@@ -63,6 +65,9 @@ def side_of(session: Session, x: Any, settings: Settings) -> tuple[Side, Describ
             side = unite("described", control, own)
             if side is None:
                 raise Refused([Finding("no-state", "x", "no rank passed a state")])
+            told = control.gather_values("settings", settings.to_json())
+            refuse(disagreements(told))
+            side = renamed("tensor", side, settings.source_map, settings.allow)
         return side, own
     finally:
         control.close()

@@ -42,12 +42,14 @@ class Step:
         self.pieces: dict[Key, list[_Piece]] = {}
         self.made: list[KeySpec] = []
         self.used: set[Key] = set()
+        self.pairs: dict[Key, tuple[KeySpec, bool]] = {}
+        self._shapes = {spec.key.name: spec.shape for spec in specs if spec.key.slot == "param"}
 
     def changes(self) -> tuple[list[KeySpec], Callable[[Row], Iterable[Row]]]:
         """The keys after the rule, and the function from one row to its rows after it."""
         one_to_one = self.rule.kind in {"rename", "transpose"}
         if one_to_one:
-            pairs = self._renamed()
+            self.pairs = pairs = self._renamed()
         elif self.rule.back:
             self._split()
         else:
@@ -67,6 +69,20 @@ class Step:
             order = self._order()
             return [*kept, *self.made], lambda row: [_turned(row, pairs, order)]
         return [*kept, *self.made], self._split_row if self.rule.back else self._fused_rows
+
+    def becomes(self, key: Key) -> tuple[Key, ...]:
+        """The keys that a key's elements are in after the rule."""
+        if key in self.pairs:
+            return (self.pairs[key][0].key,)
+        return tuple(dict.fromkeys(piece.key for piece in self.pieces.get(key, ()))) or (key,)
+
+    def _in_shape(self, spec: KeySpec) -> bool:
+        """Whether a tensor has its parameter's dims, so that a rule about dims can be kept for it."""
+        own = spec.shape == self._shapes.get(spec.key.name, spec.shape)
+        if not own:
+            cause = f"its shape {list(spec.shape)} is not its parameter's, only renaming keeps it"
+            self._finding("map-shape", spec.key, cause)
+        return own
 
     # --- one to one -----------------------------------------------------------------------
 
@@ -88,9 +104,11 @@ class Step:
             names = (spec.key.name, *spec.aliases)
             if not any(pattern.fullmatch(name) for name in names):
                 continue
-            name, *aliases = (_renamed_to(pattern, new, n) for n in names)
+            name, *aliases = sorted({_renamed_to(pattern, new, n) for n in names})
             turned = rule.kind == "transpose"
             shape = spec.shape
+            if turned and not self._in_shape(spec):
+                continue
             if turned and len(shape) != len(order):
                 self._finding(
                     "map-shape", spec.key, f"shape {list(shape)} has not {len(order)} dims"
@@ -113,7 +131,7 @@ class Step:
         for spec in self.specs:
             for number, part in enumerate(self.rule.parts):
                 match = compile_pattern(part).fullmatch(spec.key.name)
-                if match is None:
+                if match is None or not self._in_shape(spec):
                     continue
                 place = int(match["n"]) if self.rule.kind == "stack" else number
                 free = [g for g, name in _groups_of(match) if name != "n"]
@@ -141,11 +159,11 @@ class Step:
             if dim > len(first.shape) - (0 if stacked else 1):
                 self._finding("map-shape", key, f"its parts have no dim {dim}")
                 continue
-            alike = [_frame(spec, key, None if stacked else dim) for spec in members]
-            if any(frame != alike[0] for frame in alike) or any(spec.aliases for spec in members):
-                self._finding(
-                    "map-parts", key, "its parts differ in more than that dim, or are tied"
-                )
+            alike = [_frame(spec, None if stacked else dim) for spec in members]
+            unlike = [name for name in alike[0] if len({frame[name] for frame in alike}) > 1]
+            if unlike or any(spec.aliases for spec in members):
+                cause = f"its parts differ in {', '.join(unlike)}" if unlike else "a part is tied"
+                self._finding("map-parts", key, cause)
                 continue
             sizes = [1] * len(members) if stacked else [spec.shape[dim] for spec in members]
             self._place(key, [spec.key for spec in members], sizes)
@@ -162,7 +180,7 @@ class Step:
         pattern, dim = compile_pattern(self.rule.whole), self.rule.dim
         for spec in self.specs:
             match = pattern.fullmatch(spec.key.name)
-            if match is None:
+            if match is None or not self._in_shape(spec):
                 continue
             if dim >= len(spec.shape) or spec.aliases:
                 self._finding("map-shape", spec.key, f"it has no dim {dim}, or is tied")
@@ -273,10 +291,11 @@ def _turned(row: Row, pairs: dict[Key, tuple[KeySpec, bool]], order: Sequence[in
     return Row(spec.key, Box(lo, hi), row.buffer, row.offset, strides)
 
 
-def _frame(spec: KeySpec, key: Key, dim: int | None) -> KeySpec:
+def _frame(spec: KeySpec, dim: int | None) -> dict[str, object]:
     """What the parts of one tensor must have in common."""
-    shape = spec.shape if dim is None else (*spec.shape[:dim], 0, *spec.shape[dim + 1 :])
-    return replace(spec, key=key, shape=shape, order=0)
+    shape = spec.shape if dim is None else (*spec.shape[:dim], *spec.shape[dim + 1 :])
+    same = ("dtype", "kind", "trainable", "derived", "presence", "local")
+    return {"shape": shape, "dims": len(spec.shape), **{n: getattr(spec, n) for n in same}}
 
 
 def compile_pattern(pattern: str) -> re.Pattern[str]:

@@ -16,9 +16,23 @@ from dynadapt.vps._map_rows import Step, compile_pattern
 from dynadapt.vps.layout import RowLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-__all__ = ["Rule", "TensorMap", "concat", "interleave", "mapped", "rename", "stack", "transpose"]
+    from dynadapt.vps.keys import Key, KeySpec
+    from dynadapt.vps.layout import Row
+
+__all__ = [
+    "Mapped",
+    "Rule",
+    "TensorMap",
+    "applied",
+    "concat",
+    "interleave",
+    "mapped",
+    "rename",
+    "stack",
+    "transpose",
+]
 
 VERSION = 1
 Kind = Literal["rename", "stack", "concat", "interleave", "transpose"]
@@ -140,6 +154,49 @@ class TensorMap:
         return cls(tuple(rules))
 
 
+@dataclass(frozen=True)
+class Mapped:
+    """What a map makes of some keys: the keys after it, which of them each became, and rows.
+
+    `became` has every old key; `rows(row)` gives a row's rows after the map.
+    """
+
+    keys: tuple[KeySpec, ...]
+    became: Mapping[Key, tuple[Key, ...]]
+    steps: tuple[Callable[[Row], Iterable[Row]], ...]
+
+    def rows(self, row: Row) -> list[Row]:
+        """The rows that say the same of the new keys."""
+        found = [row]
+        for step in self.steps:
+            found = [new for old in found for new in step(old)]
+        return found
+
+
+def applied(tensor_map: TensorMap, keys: Iterable[KeySpec]) -> Mapped:
+    """A map for these keys. Raises `Refused` with all that one rule cannot do.
+
+    >>> from dynadapt.vps.keys import Key, KeySpec
+    >>> spec = KeySpec(Key("0.weight", "param"), (2,), "float32")
+    >>> [str(k) for k in applied(TensorMap((rename("{}.weight", "layers.{}.w"),)), [spec]).became[spec.key]]
+    ['layers.0.w/param']
+    """
+    specs = list(keys)
+    became: dict[Key, tuple[Key, ...]] = {spec.key: (spec.key,) for spec in specs}
+    steps = []
+    for rule in tensor_map.rules:
+        step = Step(rule, specs)
+        specs, changes = step.changes()
+        if step.findings:
+            raise Refused(step.findings)
+        steps.append(changes)
+        became = {
+            old: tuple(dict.fromkeys(key for each in now for key in step.becomes(each)))
+            for old, now in became.items()
+        }
+    return Mapped(tuple(specs), became, tuple(steps))
+
+
 def mapped(layout: RowLayout, tensor_map: TensorMap) -> RowLayout:
     """The layout under other names and shapes, over the same buffers. Raises `Refused`.
 
@@ -152,14 +209,9 @@ def mapped(layout: RowLayout, tensor_map: TensorMap) -> RowLayout:
     >>> [str(row.box) for row in fused.rows(0)], fused.keys[0].shape
     (['[0:2]', '[2:4]'], (4,))
     """
-    specs = list(layout.keys)
-    rows = {endpoint: list(layout.rows(endpoint)) for endpoint in layout.endpoints}
-    for rule in tensor_map.rules:
-        step = Step(rule, specs)
-        specs, changes = step.changes()
-        if step.findings:
-            raise Refused(step.findings)
-        rows = {
-            endpoint: [new for row in own for new in changes(row)] for endpoint, own in rows.items()
-        }
-    return RowLayout(specs, rows)
+    done = applied(tensor_map, layout.keys)
+    rows = {
+        endpoint: [new for row in layout.rows(endpoint) for new in done.rows(row)]
+        for endpoint in layout.endpoints
+    }
+    return RowLayout(done.keys, rows)
