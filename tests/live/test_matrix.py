@@ -11,7 +11,7 @@ import pytest
 
 import dynadapt
 from tests.live import jobs
-from tests.live._layouts import Job
+from tests.live.kinds import build
 
 if TYPE_CHECKING:
     from tests._ranks import Pool
@@ -55,20 +55,20 @@ CHAINS = {
 
 def _walk(rank: int, world: int, name: str) -> list[dict[str, Any]]:
     optimizer = name if name in {"adam", "sgd", "even"} else "adamw"
-    job = Job(CHAINS[name][0], optimizer)
+    job = build(CHAINS[name][0], optimizer)
     answers = []
     for number, kind in enumerate(CHAINS[name][1:]):
         job.step(2 * number)
         before = job.tensors()
         job.evaluate()
-        next_job = Job(kind, optimizer)
+        next_job = build(kind, optimizer)
         next_job.evaluate()
         report = dynadapt.migrate(job.state, next_job.state, timeout=30, budget=64 << 10)
         differing = jobs.differing(before, next_job.tensors())
         losses = [each.step(2 * number + 1) for each in (job, next_job)]
         answers.append(
             {
-                "hop": f"{job.kind} -> {kind}",
+                "hop": f"{job.kind.name} -> {kind}",
                 "moved": (report.bytes_moved, report.bytes_minimum),
                 "equal": report.fingerprint_source == report.fingerprint_target,
                 "differing": differing,

@@ -12,7 +12,7 @@ import pytest
 import dynadapt
 from tests.declared import _worlds
 from tests.live import jobs
-from tests.live._layouts import Job
+from tests.live.kinds import build
 
 if TYPE_CHECKING:
     from tests._ranks import Pool
@@ -45,12 +45,12 @@ MORE = {
 def _round_trips(rank: int, world: int, cases: dict[str, tuple[str, ...]]) -> list[dict[str, Any]]:
     found = []
     for kind, between in cases.items():
-        job, twin = Job(kind), Job(kind)
+        job, twin = build(kind), build(kind)
         for number in range(2):
             assert jobs.step(job.engine, number) == jobs.step(twin.engine, number)
         reports = []
         for hop in (*between, f"{kind} again"):
-            following = Job(hop.removesuffix(" again"))
+            following = build(hop.removesuffix(" again"))
             job.evaluate()
             following.evaluate()
             reports.append(dynadapt.migrate(job.state, following.state, timeout=30))
