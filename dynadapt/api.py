@@ -125,7 +125,7 @@ def plan(
     *,
     budget: int | None = None,
     narrow: Literal["if-exact", "allow", "refuse"] = "if-exact",
-    on_drift: Literal["error", "first"] = "error",
+    on_drift: Literal["error", "warn", "take-first"] = "error",
     allow: Collection[str] = (),
     source_map: TensorMap | None = None,
     target_map: TensorMap | None = None,
@@ -161,7 +161,7 @@ def migrate(
     budget: int | None = None,
     mode: Literal["keep", "park"] = "keep",
     timeout: float | None = None,
-    on_drift: Literal["error", "first"] = "error",
+    on_drift: Literal["error", "warn", "take-first"] = "error",
     allow: Collection[str] = (),
     narrow: Literal["if-exact", "allow", "refuse"] = "if-exact",
     source_map: TensorMap | None = None,
@@ -178,9 +178,10 @@ def migrate(
 
     `budget`: staging bytes a seat may take (256 MiB). `timeout`: seconds a phase may take (300); a rank
     that shows no life for 30 s, or `timeout` if less, counts as lost. `on_drift`: what to do where
-    replicas of a parameter differ. `allow`: any of `"extra"` (leave source state behind), `"missing"`
-    (keep the target's own), `"tie"`, `"step"`. `narrow`: whether floats may lose bits. `on_phase` is
-    called with each phase's name as it begins.
+    replicas of a parameter or a state differ: refuse (`"error"`), go on with the first holder's and warn
+    (`"warn"`), or do so as a wanted outcome (`"take-first"`). `allow`: any of `"extra"` (leave source
+    state behind), `"missing"` (keep the target's own), `"tie"`, `"step"`. `narrow`: whether floats may
+    lose bits. `on_phase` is called with each phase's name as it begins.
 
     `source_map` and `target_map` are for models whose tensors have other names or shapes: each is a
     `TensorMap` from the names of its side to common ones, so one map serves both ways, whichever side

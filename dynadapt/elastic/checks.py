@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.errors import Finding
-from dynadapt.transport.certify import Wanted
-from dynadapt.vps.box import Box
-from dynadapt.vps.keys import Key
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from dynadapt.elastic.side import Scalars, Side
     from dynadapt.protocols import AuxItem, Described
-    from dynadapt.transport.certify import Sums
     from dynadapt.transport.plan import Pair
-    from dynadapt.vps.keys import KeySpec
 
 __all__ = [
-    "Drift",
-    "derived_sums",
     "disagreements",
-    "drift",
     "files_unreachable",
     "held_differently",
     "optimizers_differ",
     "scalars_differ",
-    "stale",
     "steps_differ",
     "sums_differ",
 ]
@@ -89,57 +79,6 @@ def scalars_differ(source: Scalars, after: Scalars) -> list[Finding]:
         for label, value in values.items()
         if label in after.get(name, {}) and after[name][label] != value
     ]
-
-
-def derived_sums(side: Side) -> tuple[tuple[Wanted, Wanted], ...]:
-    """Per derived copy that has rows: its own sum, and its master's as the copy should have it."""
-    found = []
-    for spec in side.layout.keys:
-        master = side.layout.by_name.get(Key(spec.key.name, "param"))
-        if not spec.derived or not spec.numel or master is None:
-            continue
-        if side.layout.holders(spec.key, Box.whole(spec.shape)):
-            copy = Wanted(spec, spec.dtype, spec.key, any_nan=True)
-            found.append((copy, replace(copy, spec=master)))
-    return tuple(found)
-
-
-def stale(derived: Sequence[tuple[Wanted, Wanted]], values: Sequence[int]) -> list[Key]:
-    """The derived copies whose sum (values: copy, master, copy, master, ...) is not their master's."""
-    return [
-        copy.spec.key for i, (copy, _) in enumerate(derived) if values[2 * i] != values[2 * i + 1]
-    ]
-
-
-@dataclass(frozen=True)
-class Drift:
-    """Replicas that differ: what is fatal, what is only told, and whose first holder counts."""
-
-    fatal: tuple[Finding, ...]
-    told: tuple[Finding, ...]
-    first_only: frozenset[Key]
-
-
-def drift(sums: Sums, specs: Mapping[Key, KeySpec], on_drift: str) -> Drift:
-    """An error for parameters and states unless `on_drift` is "first"; buffers are only told of.
-
-    Sums of replicas that differ count the first holder only, as the plan then does.
-    """
-    fatal: list[Finding] = []
-    told: list[Finding] = []
-    first: set[Key] = set()
-    for key, findings in sums.drifted.items():
-        if specs[key].derived:
-            continue
-        if specs[key].kind in {"buffer", "transient"} or on_drift == "first":
-            first.add(key)
-            told += findings
-        else:
-            fatal += findings
-    if first:
-        cause = f"took the first holder of {len(first)} tensors"
-        told.append(Finding("replicas-differ", "source", cause))
-    return Drift(tuple(fatal), tuple(told), frozenset(first))
 
 
 def disagreements(told: Mapping[int, Mapping[str, Any]]) -> list[Finding]:

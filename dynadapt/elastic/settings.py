@@ -25,7 +25,7 @@ class Settings:
     budget: int = DEFAULT_BUDGET
     mode: Literal["keep", "park"] = "keep"
     narrow: Literal["if-exact", "allow", "refuse"] = "if-exact"
-    on_drift: Literal["error", "first"] = "error"
+    on_drift: Literal["error", "warn", "take-first"] = "error"
     allow: frozenset[str] = frozenset()
     timeouts: Timeouts = field(default_factory=Timeouts)
     source_map: TensorMap | None = None
@@ -51,8 +51,9 @@ class Settings:
             findings.append(_bad("mode", self.mode, "'keep' or 'park'"))
         if self.narrow not in {"if-exact", "allow", "refuse"}:
             findings.append(_bad("narrow", self.narrow, "'if-exact', 'allow' or 'refuse'"))
-        if self.on_drift not in {"error", "first"}:
-            findings.append(_bad("on_drift", self.on_drift, "'error' or 'first'"))
+        if self.on_drift not in {"error", "warn", "take-first"}:
+            wanted = "'error', 'warn' or 'take-first'"
+            findings.append(_bad("on_drift", self.on_drift, wanted))
         if self.allow - ALLOWANCES:
             findings.append(
                 _bad("allow", sorted(self.allow - ALLOWANCES), f"some of {sorted(ALLOWANCES)}")

@@ -6,16 +6,17 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.elastic.checks import disagreements
-from dynadapt.elastic.memory import is_parked
+from dynadapt.elastic.parked import is_parked
 from dynadapt.elastic.naming import renamed
 from dynadapt.elastic.side import Side, unite
 from dynadapt.errors import Finding, MigrationAborted, Refused
 from dynadapt.protocols import TrainState
 from dynadapt.registry import adapter_for
 from dynadapt.transport.certificate import fingerprint
-from dynadapt.transport.certify import Wanted, count
+from dynadapt.transport.certify import count
 from dynadapt.transport.control import Control, Timeouts
 from dynadapt.transport.executor import Storage
+from dynadapt.transport.hashing import Wanted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from dynadapt.errors import Finding
-from dynadapt.transport._torch import as_words, cast_into, dtype_name, torch_dtype
-from dynadapt.transport.certificate import key_seed, weighted_sum
+from dynadapt.transport.certificate import key_seed
+from dynadapt.transport.hashing import MASK, Wanted, acts_for, hash_of
+from dynadapt.transport.locate import LIMIT, Claim, Contest, Difference, first_differences
 from dynadapt.vps.box import Box, atoms
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from dynadapt.transport.control import Control
     from dynadapt.transport.executor import Storage
-    from dynadapt.vps.keys import Key, KeySpec
+    from dynadapt.vps.keys import Key
     from dynadapt.vps.layout import Holder, Layout
 
-__all__ = ["Sums", "Wanted", "count"]
-
-_PIECE = 1 << 20
-_MASK = (1 << 64) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """One sum to take: the elements of a key, cast to `dtype`, weighted as `as_key`.
-
-    `any_nan` counts all NaNs as equal: for copies that a framework cast, whose NaN bits are its own.
-    """
-
-    spec: KeySpec
-    dtype: str
-    as_key: Key
-    any_nan: bool = False
+__all__ = ["Sums", "Wanted", "count", "counted_parts"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +51,7 @@ def count(
     for number, want in enumerate(wanted):
         whole = Box.whole(want.spec.shape)
         holders = layout.holders(want.spec.key, whole)
-        mine = {h.endpoint for h in holders if _acts_for(control.seat, h.endpoint, workers)}
+        mine = {h.endpoint for h in holders if acts_for(control.seat, h.endpoint, workers)}
         if not mine:
             continue
         cells = known.get(holders)
@@ -80,18 +62,22 @@ def count(
             )
         for cell_number, (cell, endpoints) in enumerate(cells):
             for endpoint in mine.intersection(endpoints):
-                value = _hash(storage, endpoint, want, cell)
+                value = hash_of(storage, endpoint, want, cell)
                 own.setdefault(number, []).append((cell_number, endpoint, value))
                 first = endpoint == endpoints[0]
                 if first or want.spec.local:
                     counted[number] += value
                 if len(endpoints) > 1 and not want.spec.local:
                     drift[number] += value * _drift_weight(cell_number, endpoint, endpoints)
-    words = np.array([total & _MASK for total in (*counted, *drift)], np.uint64)
+    words = np.array([total & MASK for total in (*counted, *drift)], np.uint64)
     both = control.combine(f"{name}/sums", words, np.add)
     values = tuple(int(total) for total in both[: len(wanted)])
     suspects = [i for i in range(len(wanted)) if int(both[len(wanted) + i])]
-    drifted = _name_drift(name, control, layout, wanted, suspects, own) if suspects else {}
+    drifted = (
+        _name_drift(name, control, layout, storage, wanted, workers, suspects, own)
+        if suspects
+        else {}
+    )
     return Sums(values, drifted)
 
 
@@ -99,15 +85,17 @@ def _name_drift(
     name: str,
     control: Control,
     layout: Layout,
+    storage: Storage,
     wanted: Sequence[Wanted],
+    workers: Sequence[int],
     suspects: list[int],
     own: dict[int, list[tuple[int, int, int]]],
 ) -> dict[Key, tuple[Finding, ...]]:
-    """Second round, only where the sums say that replicas differ: which cell, which endpoints."""
+    """More rounds, only where the sums say that replicas differ: which cell, which endpoints, where."""
     reports = control.gather_values(
         f"{name}/drift", [[i, [list(t) for t in own.get(i, [])]] for i in suspects]
     )
-    found: dict[Key, tuple[Finding, ...]] = {}
+    split: list[tuple[Wanted, Box, list[list[int]]]] = []
     for i in suspects:
         want = wanted[i]
         cells = atoms(h.box for h in layout.holders(want.spec.key, Box.whole(want.spec.shape)))
@@ -116,20 +104,37 @@ def _name_drift(
             for at, entries in report:
                 for cell, endpoint, value in entries if at == i else ():
                     by_cell.setdefault(cell, {}).setdefault(value, []).append(endpoint)
-        findings = []
         for cell, values in sorted(by_cell.items()):
             if len(values) > 1:
-                sides = " / ".join(str(sorted(seats)) for _, seats in sorted(values.items()))
-                findings.append(
-                    Finding(
-                        "replicas-differ",
-                        f"{want.spec.key} {cells[cell][0]}",
-                        f"its replicas differ between endpoints {sides}",
-                        'find out why they drifted, or on_drift="first" to take the first holder\'s',
-                    )
-                )
-        found[want.spec.key] = tuple(findings)
-    return found
+                split.append((want, cells[cell][0], sorted(map(sorted, values.values()))))
+    contests = [
+        Contest(box, tuple(Claim(want, ((seats[0], box),)) for seats in sides))
+        for want, box, sides in split[:LIMIT]
+    ]
+    found = first_differences(f"{name}/drift", control, storage, contests, workers)
+    places = [*found, *[None] * (len(split) - len(found))]
+    drifted: dict[Key, list[Finding]] = {}
+    for (want, box, sides), place in zip(split, places, strict=True):
+        drifted.setdefault(want.spec.key, []).append(_differs(want, box, sides, place))
+    return {key: tuple(findings) for key, findings in drifted.items()}
+
+
+def _differs(want: Wanted, box: Box, sides: list[list[int]], place: Difference | None) -> Finding:
+    """One cell whose holders disagree: the first coordinate, and who holds what there."""
+    fix = (
+        "find out why they drifted, or go on with the first holder's: "
+        'on_drift="warn", or "take-first" to want it so'
+    )
+    if place is None:
+        seats = " / ".join(str(seats) for seats in sides)
+        cause = f"its replicas differ between endpoints {seats}"
+        return Finding("replicas-differ", f"{want.spec.key} {box}", cause, fix)
+    versions = "; ".join(
+        f"{text} on endpoint{'s' if len(seats) > 1 else ''} {', '.join(map(str, seats))}"
+        for seats, text in zip(sides, place.values, strict=True)
+    )
+    where = f"{want.spec.key} {place.place}"
+    return Finding("replicas-differ", where, f"its replicas differ in {box}: {versions}", fix)
 
 
 def _drift_weight(cell: int, endpoint: int, endpoints: Sequence[int]) -> int:
@@ -142,41 +147,9 @@ def _drift_weight(cell: int, endpoint: int, endpoints: Sequence[int]) -> int:
     return weights[place - 1] if place else -sum(weights)
 
 
-def _acts_for(seat: int, endpoint: int, workers: Sequence[int]) -> bool:
-    if endpoint >= 0:
-        return endpoint == seat
-    return bool(workers) and workers[zlib.crc32(str(endpoint).encode()) % len(workers)] == seat
-
-
-def _hash(storage: Storage, endpoint: int, want: Wanted, cell: Box) -> int:
-    view = storage.view(endpoint, want.spec.key, cell)
-    plain = view.device.type == "cpu" and dtype_name(view.dtype) == want.dtype
-    if plain and not want.any_nan:
-        return weighted_sum(as_words(view), cell, want.as_key)
-    total = 0
-    for part in _pieces(cell, _PIECE):  # a cast or a device copy is made piece by piece
-        window = tuple(
-            slice(a - base, b - base) for a, b, base in zip(part.lo, part.hi, cell.lo, strict=True)
-        )
-        cast = torch.empty(part.shape, dtype=torch_dtype(want.dtype))
-        cast_into(cast, view[window].to("cpu"))
-        if want.any_nan and cast.is_floating_point():
-            cast[torch.isnan(cast)] = float("nan")  # one pattern for all
-        total += weighted_sum(as_words(cast), part, want.as_key)
-    return total & _MASK
-
-
-def _pieces(box: Box, limit: int) -> Iterator[Box]:
-    """A box in parts of at most `limit` elements, cut along its first dims."""
-    if box.volume <= limit or not box.ndim:
-        yield box
-        return
-    for dim, size in enumerate(box.shape):
-        inner = prod(box.shape[dim + 1 :])
-        if size > 1:
-            rows = max(limit // inner, 1)
-            for at in range(box.lo[dim], box.hi[dim], rows):
-                lo = (*box.lo[:dim], at, *box.lo[dim + 1 :])
-                hi = (*box.hi[:dim], min(at + rows, box.hi[dim]), *box.hi[dim + 1 :])
-                yield from _pieces(Box(lo, hi), limit)
-            return
+def counted_parts(layout: Layout, key: Key, shape: Sequence[int]) -> tuple[tuple[int, Box], ...]:
+    """Every cell of a key once, with the endpoint that it is counted for."""
+    holders = layout.holders(key, Box.whole(shape))
+    return tuple(
+        (min(holders[i].endpoint for i in at), cell) for cell, at in atoms(h.box for h in holders)
+    )

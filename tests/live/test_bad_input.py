@@ -275,17 +275,17 @@ def test_ranks_out_of_step(ranks4: Pool) -> None:
 
 
 def _too_big(rank: int, world: int) -> list[dict[str, Any]]:
-    from dynadapt.elastic import migration
+    from dynadapt.elastic import memory
 
     engine, twin = jobs.zero3(jobs.net()), jobs.zero3(jobs.net())
     answers = []
-    true_figure = migration.available_bytes
+    true_figure = memory.available_bytes
     for figure in (1000, 0):
-        migration.available_bytes = lambda device="cpu", n=figure: n if rank == 2 else 1 << 40
+        memory.available_bytes = lambda device="cpu", n=figure: n if rank == 2 else 1 << 40
         try:
             answers.append(_attempt(engine, _plain()))
         finally:
-            migration.available_bytes = true_figure
+            memory.available_bytes = true_figure
         answers[-1]["trains on"] = jobs.step(engine, 0) == jobs.step(twin, 0)
     answers.append(_attempt(engine, _Greedy.state()))
     answers[-1]["trains on"] = jobs.step(engine, 1) == jobs.step(twin, 1)
@@ -330,24 +330,63 @@ def _drifted(rank: int, world: int) -> list[dict[str, Any]]:
     source, target = _plain(), _plain()
     with torch.no_grad():
         if rank == 3:
-            source.model.up.weight[4, 1] += 1
-            source.model.scale[1] = 9
+            source.model.up.weight[4, 1] = 7.5
+            source.model.up.weight[6, 0] = 8.5
+            source.model.down.weight[0, 3] = float("nan")
+        if rank in (1, 3):
+            source.optimizer.state[source.model.up.bias] = _moments(source.model.up.bias, rank)
+        if rank in (0, 2):
+            source.optimizer.state[source.model.up.bias] = _moments(source.model.up.bias, 0)
+        source.model.scale[1] = 9 if rank == 3 else 2
     answers = [_attempt(source, target)]
-    report = dynadapt.migrate(source, target, timeout=20, on_drift="first")
-    first = target.model.up.weight[4, 1].item()
-    answers.append({"warnings": [str(w) for w in report.warnings], "value": first})
+    for on_drift in ("warn", "take-first"):
+        planned = dynadapt.plan(source, target, timeout=20, on_drift=on_drift)
+        report = dynadapt.migrate(source, target, timeout=20, on_drift=on_drift)
+        answers.append(
+            {
+                "warnings": [str(w) for w in report.warnings],
+                "outcomes": [f"{o.path}: {o.note}" for o in report.outcomes],
+                "value": target.model.up.weight[4, 1].item(),
+                "moment": target.optimizer.state[target.model.up.bias]["exp_avg"][2].item(),
+                "moved": (planned.bytes_moved, report.bytes_moved),
+            }
+        )
     return answers
 
 
+def _moments(like: torch.Tensor, drift: int) -> dict[str, Any]:
+    first = torch.zeros_like(like)
+    first[2] = drift
+    return {"step": torch.tensor(1.0), "exp_avg": first, "exp_avg_sq": torch.ones_like(like)}
+
+
+PLACES = {
+    "up.weight/param [4,1]": "on endpoints 0, 1, 2; 7.5 on endpoint 3",
+    "down.weight/param [0,3]": "nan on endpoint 3",
+    "up.bias/exp_avg [2]": "0.0 on endpoints 0, 2; 1.0 on endpoint 1; 3.0 on endpoint 3",
+    "scale/buffer [1]": "2.0 on endpoints 0, 1, 2; 9.0 on endpoint 3",
+}
+"""Where the replicas of `_drifted` first differ, and what is said of it."""
+
+
 def test_replicas_that_drifted(ranks4: Pool) -> None:
-    """Replicas that differ are named with ranks and place; `first` takes the first holder's."""
+    """REPL: named with place, seats and values; the first holder's is taken with or without a warning."""
     answers = ranks4.run(_drifted)
-    for refused, taken in answers:
+    for refused, warned, taken in answers:
         assert refused["reason"] == "replicas-differ"
-        assert "up.weight/param" in refused["text"]
-        assert "[3]" in refused["text"]
-        assert any("scale/buffer" in warning for warning in taken["warnings"])
-    assert len({taken["value"] for _, taken in answers}) == 1
+        for place, versions in PLACES.items():
+            fatal = place in refused["text"]
+            assert fatal != place.startswith("scale")  # buffers drift in healthy jobs
+            texts = [refused["text"]] if fatal else []
+            texts += [next(w for w in warned["warnings"] if w.startswith(place))]
+            texts += [next(o for o in taken["outcomes"] if place in o)]
+            assert all(versions in text for text in texts)
+        assert not any("replicas-differ" in warning for warning in taken["warnings"])
+        assert warned["moved"] == taken["moved"]
+        assert warned["moved"][0] == warned["moved"][1]
+    for number in (1, 2):
+        assert len({answer[number]["value"] for answer in answers}) == 1
+        assert {answer[number]["moment"] for answer in answers} == {0.0}
 
 
 def _stale(rank: int, world: int) -> dict[str, Any]:
@@ -357,6 +396,7 @@ def _stale(rank: int, world: int) -> dict[str, Any]:
     if rank == 2:
         engine.module.norm.weight.ds_tensor.add_(1)
     told = dynadapt.migrate(engine, target, timeout=20)
+    wanted = dynadapt.migrate(engine, target, timeout=20, on_drift="take-first")
     true = engine.optimizer._reassign_or_swap_out_partitioned_parameters
     if rank == 2:
         engine.optimizer._reassign_or_swap_out_partitioned_parameters = lambda *_: None
@@ -366,6 +406,8 @@ def _stale(rank: int, world: int) -> dict[str, Any]:
     again = dynadapt.migrate(target, engine, timeout=20)
     return {
         "warnings": [str(w) for w in told.warnings],
+        "outcomes": [f"{o.path}: {o.note}" for o in wanted.outcomes],
+        "silent": [str(w) for w in wanted.warnings],
         "refused": refused,
         "again": [str(w) for w in again.warnings],
     }
@@ -374,7 +416,28 @@ def _stale(rank: int, world: int) -> dict[str, Any]:
 def test_stale_copies(ranks4: Pool) -> None:
     """Low-precision weights that do not follow their masters: told of a source, an error in a target."""
     for answer in ranks4.run(_stale):
-        assert any("norm.weight/compute" in warning for warning in answer["warnings"])
+        place = "norm.weight/compute [4]"  # the first element of rank 2's piece
+        (told,) = [w for w in answer["warnings"] if w.startswith(place)]
+        assert "on seat 2, and its master" in told
+        assert any(place in outcome for outcome in answer["outcomes"])
+        assert answer["silent"] == []
         assert answer["refused"]["reason"] == "stale-copy"
         assert answer["refused"]["phase"] == "certify"
+        assert place in answer["refused"]["text"]
         assert answer["again"] == []
+
+
+def _stale_replica(rank: int, world: int) -> list[str]:
+    engine = jobs.deepspeed_engine("zero1-bf16", jobs.net())
+    jobs.step(engine, 0)
+    if rank == 1:
+        engine.module.down.weight.data[3, 5] = 6
+    return [str(w) for w in dynadapt.migrate(engine, _plain(), timeout=20).warnings]
+
+
+def test_a_replica_of_a_copy_that_is_stale(ranks4: Pool) -> None:
+    """One rank's weights do not follow the masters: found, though all others' do."""
+    for warnings in ranks4.run(_stale_replica):
+        (told,) = [w for w in warnings if w.startswith("down.weight/compute [3,5]")]
+        assert "6.0 on endpoint 1" in told
+        assert "stale-copy" in told

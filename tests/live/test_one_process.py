@@ -186,9 +186,9 @@ def test_a_park_that_fails_half_way_is_undone(monkeypatch: pytest.MonkeyPatch) -
     """No memory for the third copy: the first two go back, and training goes on as a twin's."""
     source, twin, target = _position(0), _position(0), _position(1)
     assert _train(source) == _train(twin)
-    from dynadapt.elastic import memory
+    from dynadapt.elastic import parked
 
-    true, calls = memory._HostCopy, []
+    true, calls = parked._HostCopy, []
 
     def third_fails(*arguments: Any) -> Any:
         calls.append(arguments)
@@ -196,9 +196,9 @@ def test_a_park_that_fails_half_way_is_undone(monkeypatch: pytest.MonkeyPatch) -
             raise MemoryError
         return true(*arguments)
 
-    monkeypatch.setattr(memory, "_HostCopy", third_fails)
+    monkeypatch.setattr(parked, "_HostCopy", third_fails)
     assert _refused(source, target, mode="park") == "out-of-memory"
-    monkeypatch.setattr(memory, "_HostCopy", true)
+    monkeypatch.setattr(parked, "_HostCopy", true)
     assert _train(source) == _train(twin)
     dynadapt.migrate(source, target, mode="park")
     assert _refused(target, target, mode="park") == "bad-argument"

@@ -1,0 +1,89 @@
+"""The phases after the bytes landed: finish, certify; and what the report counts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dynadapt.elastic import checks, drift
+from dynadapt.elastic.state import ballot, refuse
+from dynadapt.protocols import Outcome
+from dynadapt.transport.hashing import Wanted
+
+if TYPE_CHECKING:
+    from dynadapt.elastic.run import Run
+    from dynadapt.elastic.side import Side
+
+__all__ = ["certify", "finish", "summary", "totals"]
+
+
+def finish(run: Run) -> None:
+    """The target's own repairs; a failure before its first collective is voted on first."""
+    with ballot(run.control, "finish") as agree:
+        if run.target_adapter is not None:
+            run.outcomes += run.target_adapter.finish(
+                run.x_target,
+                run.wanted.keys,
+                run.wanted.scalars,
+                run.wanted.aux,
+                agree,
+            )
+
+
+def certify(run: Run) -> str:
+    """Describe the target anew and compare every sum, every derived copy, every scalar."""
+    after, findings = None, []
+    if run.target_adapter is not None:
+        after = run.target_adapter.describe(run.x_target)
+        findings += checks.held_differently(run.own_target, after)
+        unlike = checks.scalars_differ(run.wanted.scalars, after.scalars)
+        if "step" in run.settings.allow and run.target.flat_step:
+            run.outcomes += [Outcome(f.where, "derived", f.cause) for f in unlike]
+        else:
+            findings += unlike
+    pairs = run.matched.pairs
+    wanted = [Wanted(p.target, p.target.dtype, p.target.key) for p in pairs]
+    storage = run.target_storage(after)
+    compared = drift.compare("target", run.control, run.target, storage, wanted, run.workers())
+    findings += checks.sums_differ(pairs, run.expected(), compared.values)
+    for unequal in (compared.replicas, compared.stale):
+        findings += [finding for parts in unequal.values() for finding in parts]
+    refuse(run.told(findings))
+    return run.print_of(compared.values)
+
+
+def totals(run: Run) -> dict[str, int]:
+    """Byte counts over all seats."""
+    made = run.own_target.allocated if run.own_target is not None else 0
+    parked = run.parked.nbytes if run.parked is not None else 0
+    rebuilt = run.moved.filled
+    if run.own_target is not None:
+        derived = {s.key: s for s in run.target.layout.keys if s.derived}
+        rebuilt += sum(
+            row.box.volume * derived[row.key].nbytes // max(derived[row.key].numel, 1)
+            for row in run.target.canonical(run.own_target.rows)
+            if row.key in derived
+        )
+    moved = run.moved
+    sums = np.array([moved.received, run.seat_plan.minimum, rebuilt, moved.copied], np.int64)
+    most = np.array(
+        [made + parked + moved.peak_staging, moved.peak_staging, moved.chunks], np.int64
+    )
+    sums = run.control.combine("total", sums, np.add)
+    most = run.control.combine("most", most, np.maximum)
+    names = ("bytes_moved", "bytes_minimum", "bytes_rebuilt", "bytes_resident")
+    tops = ("peak_extra_bytes", "staging_bytes", "chunks")
+    return {
+        **{name: int(v) for name, v in zip(names, sums, strict=True)},
+        **{name: int(v) for name, v in zip(tops, most, strict=True)},
+    }
+
+
+def summary(side: Side) -> dict[str, Any]:
+    """One side for the report."""
+    return {
+        "seats": [endpoint for endpoint in side.layout.endpoints if endpoint >= 0],
+        "keys": len(side.layout.keys),
+        "coordinates": {str(seat): dict(place) for seat, place in side.coordinates.items()},
+    }

@@ -1,0 +1,183 @@
+"""The phases before a byte moves: quiesce, describe, prepare, plan, agree."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from dynadapt.elastic import checks, drift, memory
+from dynadapt.elastic.cutting import cut_chunks
+from dynadapt.elastic.naming import Naming, Own, renamed
+from dynadapt.elastic.parked import Parked, Woken
+from dynadapt.elastic.side import unite
+from dynadapt.elastic.state import ballot, parked_findings, refuse
+from dynadapt.errors import Finding, Refused
+from dynadapt.protocols import Outcome, TrainState
+from dynadapt.registry import adapter_for
+from dynadapt.transport.executor import staging_bytes
+from dynadapt.transport.hashing import Wanted
+from dynadapt.transport.match import match
+from dynadapt.transport.plan import Options
+from dynadapt.transport.planner import remembered_plan
+from dynadapt.vps import cover
+
+if TYPE_CHECKING:
+    from dynadapt.elastic.run import Run
+    from dynadapt.protocols import Described
+    from dynadapt.vps.keys import Key
+
+__all__ = ["agree", "make_plan", "prologue"]
+
+
+def prologue(run: Run) -> None:
+    """Up to and including `prepare`."""
+    with run.phase("quiesce"):
+        _quiesce(run)
+    with run.phase("describe"):
+        told = run.control.gather_values("settings", run.settings.to_json())
+        refuse(checks.disagreements(told))
+        if run.source_adapter is not None:
+            run.own_source = run.source_adapter.describe(run.x_source)
+        side = unite("source", run.control, run.own_source)
+        if side is None:
+            raise Refused([Finding("no-state", "source", "no rank passed a source")])
+        run.source = renamed("source", side, run.settings.source_map, run.settings.allow)
+    with run.phase("prepare"):
+        _prepare(run)
+
+
+def _quiesce(run: Run) -> None:
+    refuse(run.settings.findings())
+    if run.x_source is not None:
+        run.source_adapter = adapter_for(run.x_source)
+        refuse(parked_findings("source", run.x_source))
+    if run.x_target is not None:
+        run.target_adapter = adapter_for(run.x_target)
+        run.woken = Woken(TrainState.of(run.x_target).model)
+    for adapter, x in (
+        (run.source_adapter, run.x_source),
+        (run.target_adapter, run.x_target),
+    ):
+        with ballot(run.control, "quiesce") as vote:
+            if adapter is not None:
+                adapter.quiesce(x, vote)
+
+
+def _prepare(run: Run) -> None:
+    """Make room: check memory, park the source if asked, let the target make absent state."""
+    needed = 0
+    before: Described | None = None
+    if run.target_adapter is not None:
+        before = run.target_adapter.describe(run.x_target)
+    run.wanted = _in_target_names(run, before)
+    if before is not None:
+        needed = memory.state_to_make(run.wanted.keys, before)
+    _check_memory(run, "room", "new optimizer state", needed)
+    if run.settings.mode == "park" and run.own_source is not None and not run.source.readers:
+        model = TrainState.of(run.x_source).model
+        if run.x_target is not None and TrainState.of(run.x_target).model is model:
+            cause = "source and target are the same model, which cannot be parked away"
+            refuse([Finding("bad-argument", "mode", cause, "use mode='keep'")])
+        run.parked = Parked(model, run.own_source.buffers)
+        run.parked.park()
+    if run.target_adapter is not None and before is not None:
+        run.preparing = True
+        aux = {item.path: item for item in before.aux}
+        unlike = checks.optimizers_differ(run.source.aux, aux, run.settings.allow)
+        run.own_target = run.target_adapter.prepare(run.x_target, run.wanted.keys)
+        refuse(unlike)
+    blank = None  # what the target says of steps and hyperparameters is about to be replaced
+    if run.own_target is not None:
+        blank = replace(run.own_target, scalars={}, aux=())
+    side = unite("target", run.control, blank)
+    if side is None:
+        raise Refused([Finding("no-state", "target", "no rank passed a target")])
+    run.target = renamed("target", side, run.settings.target_map, run.settings.allow)
+
+
+def _in_target_names(run: Run, before: Described | None) -> Own:
+    """The source as the target's adapter is to know it. All seats call it."""
+    source, tensor_map = run.source, run.settings.target_map
+    if tensor_map is None:
+        return Own(source.layout.keys, source.scalars, source.aux)
+    blank = None
+    if before is not None:  # states may be there for some of a map's parts only, as yet
+        specs = tuple(spec for spec in before.specs if spec.key.slot in {"param", "buffer"})
+        blank = replace(before, specs=specs, rows=(), files={}, scalars={}, aux=())
+    side = unite("target names", run.control, blank)
+    if side is None:
+        raise Refused([Finding("no-state", "target", "no rank passed a target")])
+    return Naming("target", tensor_map, side.layout.keys).of(source)
+
+
+def _check_memory(run: Run, name: str, what: str, needed: int) -> None:
+    """Refuse, on all seats alike, what does not fit the memory of some host."""
+    device = run.device()
+    free = memory.available_bytes(device)
+    told = run.control.gather_values(name, [needed, free, run.session.host])
+    place = device if device.startswith("cuda") else ""
+    findings = memory.too_little(
+        what,
+        {seat: int(n) for seat, (n, _, _) in told.items()},
+        {seat: free for seat, (_, free, _) in told.items()},
+        {seat: f"{host}{f'/{seat}' if place else ''}" for seat, (_, _, host) in told.items()},
+    )
+    refuse(findings)
+    run.hosts = {seat: str(host) for seat, (_, _, host) in told.items()}
+
+
+def make_plan(run: Run) -> None:
+    """Match keys, take the source's sums, choose replicas, cut chunks. All findings together."""
+    settings = run.settings
+    run.options = Options(
+        budget=settings.budget,
+        narrow=settings.narrow,
+        allow=settings.allow,
+        hosts=run.hosts,
+        workers=run.workers(),
+    )
+    source, target = run.source.layout, run.target.layout
+    run.matched = match(source.keys, target.keys, run.options)
+    steps = checks.steps_differ(run.source.scalars, run.target.flat_step, settings.allow)
+    files = checks.files_unreachable(run.source, run.target)
+    refuse(run.told([*run.matched.findings, *cover.prove(target), *steps, *files]))
+    for path, note in run.matched.notes:
+        run.outcomes.append(Outcome(path, "derived", note))
+    run.options = replace(run.options, first_only=_count_source(run))
+    seat = run.session.seat
+    run.seat_plan = remembered_plan(seat, source, target, run.matched, run.options)
+    refuse(run.told(run.seat_plan.findings))
+    run.chunk_list = cut_chunks(run.control, run.seat_plan, settings.budget)
+    _check_memory(run, "staging", "staging", staging_bytes(run.chunk_list))
+
+
+def _count_source(run: Run) -> frozenset[Key]:
+    """Take the source's sums; returns the keys of which only the first holder counts."""
+    pairs = [p for p in run.matched.pairs if not p.fill]
+    wanted = [Wanted(p.source, p.target.dtype, p.target.key) for p in pairs]
+    storage = run.source_storage()
+    compared = drift.compare("source", run.control, run.source, storage, wanted, run.workers())
+    run.source_sums = compared.values
+    found = drift.treat(compared, run.source, run.settings.on_drift)
+    refuse(run.told(found.fatal))
+    run.warnings += run.told(found.warnings)
+    run.outcomes += found.outcomes
+    return found.first_only
+
+
+def agree(run: Run) -> None:
+    """Before the first byte: equal layouts and options, equal message lists at both ends."""
+    mine: dict[str, Any] = {
+        "options": run.options.digest(),
+        "source": run.source.layout.digest(),
+        "target": run.target.layout.digest(),
+        "pairs": run.seat_plan.pair_digests(),
+        "device": run.device(),
+    }
+    told = run.control.gather_values("agree", mine)
+    refuse(checks.disagreements(told))
+    devices = {report["device"] for report in told.values()}
+    on_cuda = all(device.startswith("cuda") for device in devices)
+    run.wire_device = mine["device"] if on_cuda else "cpu"
+    if len(run.control.seats) > 1:
+        run.channel = run.session.channel(run.number, run.wire_device, run.settings.timeouts.phase)

@@ -1,0 +1,81 @@
+"""The hash of one box of one key on this seat: what certificates add up and differences are found by."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+
+from dynadapt.transport._torch import as_words, cast_into, dtype_name, torch_dtype
+from dynadapt.transport.certificate import weighted_sum
+from dynadapt.vps.box import Box
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from dynadapt.transport.executor import Storage
+    from dynadapt.vps.keys import Key, KeySpec
+
+__all__ = ["MASK", "PIECE", "Wanted", "acts_for", "hash_of"]
+
+MASK = (1 << 64) - 1
+PIECE = 1 << 20
+"""Elements that are cast, or copied from a device, at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One sum to take: the elements of a key, cast to `dtype`, weighted as `as_key`.
+
+    `any_nan` counts all NaNs as equal: for copies that a framework cast, whose NaN bits are its own.
+    """
+
+    spec: KeySpec
+    dtype: str
+    as_key: Key
+    any_nan: bool = False
+
+
+def acts_for(seat: int, endpoint: int, workers: Sequence[int]) -> bool:
+    """Whether a seat reads for an endpoint: for itself, and for the files that are its share."""
+    if endpoint >= 0:
+        return endpoint == seat
+    return bool(workers) and workers[zlib.crc32(str(endpoint).encode()) % len(workers)] == seat
+
+
+def hash_of(storage: Storage, endpoint: int, want: Wanted, cell: Box) -> int:
+    """The hash of a box that one endpoint holds here."""
+    view = storage.view(endpoint, want.spec.key, cell)
+    plain = view.device.type == "cpu" and dtype_name(view.dtype) == want.dtype
+    if plain and not want.any_nan:
+        return weighted_sum(as_words(view), cell, want.as_key)
+    total = 0
+    for part in _pieces(cell, PIECE):  # a cast or a device copy is made piece by piece
+        window = tuple(
+            slice(a - base, b - base) for a, b, base in zip(part.lo, part.hi, cell.lo, strict=True)
+        )
+        cast = torch.empty(part.shape, dtype=torch_dtype(want.dtype))
+        cast_into(cast, view[window].to("cpu"))
+        if want.any_nan and cast.is_floating_point():
+            cast[torch.isnan(cast)] = float("nan")  # one pattern for all
+        total += weighted_sum(as_words(cast), part, want.as_key)
+    return total & MASK
+
+
+def _pieces(box: Box, limit: int) -> Iterator[Box]:
+    """A box in parts of at most `limit` elements, cut along its first dims."""
+    if box.volume <= limit or not box.ndim:
+        yield box
+        return
+    for dim, size in enumerate(box.shape):
+        inner = prod(box.shape[dim + 1 :])
+        if size > 1:
+            rows = max(limit // inner, 1)
+            for at in range(box.lo[dim], box.hi[dim], rows):
+                lo = (*box.lo[:dim], at, *box.lo[dim + 1 :])
+                hi = (*box.hi[:dim], min(at + rows, box.hi[dim]), *box.hi[dim + 1 :])
+                yield from _pieces(Box(lo, hi), limit)
+            return
