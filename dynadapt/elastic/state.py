@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.elastic.checks import disagreements
-from dynadapt.elastic.parked import is_parked
 from dynadapt.elastic.naming import renamed
+from dynadapt.elastic.parked import is_parked
 from dynadapt.elastic.side import Side, unite
 from dynadapt.errors import Finding, MigrationAborted, Refused
 from dynadapt.protocols import TrainState
