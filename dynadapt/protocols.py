@@ -120,8 +120,9 @@ class TrainState:
     rest is optional: `scheduler` an LR scheduler, `scaler` a GradScaler, `extra` label -> {parameter
     name: tensor} (an EMA), `samples` the data position in samples, `user` name -> object with
     `state_dict()` and `load_state_dict()`, `counters` name -> number, `local` name patterns
-    (fnmatch) of tensors that differ by rank on purpose, `batch_ranks` overrides which mesh axes
-    carry data.
+    (fnmatch) of tensors that differ by rank on purpose, `coordinate` role -> index overrides this
+    rank's place in its meshes. A target's model may be on the meta device; `device` is where it then
+    gets memory: by default its mesh's device, that of its other tensors, or this process's accelerator.
     """
 
     model: Any
@@ -134,6 +135,7 @@ class TrainState:
     counters: dict[str, int] = field(default_factory=dict)
     local: tuple[str, ...] = ()
     coordinate: Mapping[str, int] = field(default_factory=dict)
+    device: Any = None
 
     @classmethod
     def of(cls, x: Any) -> TrainState:

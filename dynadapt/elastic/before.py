@@ -38,6 +38,7 @@ def prologue(run: Run) -> None:
         refuse(checks.disagreements(told))
         if run.source_adapter is not None:
             run.own_source = run.source_adapter.describe(run.x_source)
+            refuse(checks.no_memory(run.own_source))
         side = unite("source", run.control, run.own_source)
         if side is None:
             raise Refused([Finding("no-state", "source", "no rank passed a source")])

@@ -17,6 +17,7 @@ __all__ = [
     "disagreements",
     "files_unreachable",
     "held_differently",
+    "no_memory",
     "optimizers_differ",
     "scalars_differ",
     "steps_differ",
@@ -65,6 +66,16 @@ def optimizers_differ(
     cause = f"{there.value} in the source, {here.value} in the target"
     fix = "use the same optimizer class in the target"
     return [Finding("optimizer-class", "optimizer", cause, fix)]
+
+
+def no_memory(own: Described | None) -> list[Finding]:
+    """Tensors of a source that are on the meta device, a finding each: they have no values."""
+    if own is None:
+        return []
+    keys = {row.key for row in own.rows if own.buffers[row.buffer].device == "meta"}
+    cause = "it is on the meta device and has no value"
+    fix = "pass a model with memory as the source"
+    return [Finding("not-materialised", str(key), cause, fix) for key in sorted(keys)]
 
 
 def scalars_differ(source: Scalars, after: Scalars) -> list[Finding]:

@@ -37,14 +37,18 @@ def available_bytes(device: str = "cpu") -> int | None:
 
 
 def state_to_make(source: Sequence[KeySpec], target: Described) -> int:
-    """Bytes of optimizer state that `prepare` will have to make on this seat, from its own rows."""
+    """Bytes that `prepare` will have to make on this seat, from its own rows.
+
+    Optimizer state that is not there, and every buffer on the meta device.
+    """
     present = {spec.key for spec in target.specs if spec.presence != "none"}
     held: dict[str, int] = {}
     dtypes = {spec.key.name: spec.dtype for spec in target.specs if spec.key.slot == "param"}
     for row in target.rows:
         if row.key.slot == "param":
             held[row.key.name] = held.get(row.key.name, 0) + row.box.volume
-    needed = 0
+    ghosts = (buffer for buffer in target.buffers.values() if buffer.device == "meta")
+    needed = sum(buffer.numel * itemsize(buffer.dtype) for buffer in ghosts)
     for spec in source:
         if spec.kind == "state" and spec.moves and spec.key not in present:
             name = spec.key.name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from dynadapt.elastic.checks import disagreements
+from dynadapt.elastic.checks import disagreements, no_memory
 from dynadapt.elastic.naming import renamed
 from dynadapt.elastic.parked import is_parked
 from dynadapt.elastic.side import Side, unite
@@ -80,6 +80,7 @@ def fingerprint_of(session: Session, x: Any, settings: Settings) -> str:
     _, control = control_of(session, settings)
     try:
         with control.phase("fingerprint", last=True):
+            refuse(no_memory(own))
             specs = [s for s in side.layout.keys if s.moves]
             wanted = [Wanted(spec, spec.dtype, spec.key) for spec in specs]
             workers = side.readers or control.seats

@@ -44,7 +44,7 @@ def _plain(**kwargs: Any) -> dynadapt.TrainState:
 
 def _meta(rank: int) -> dynadapt.TrainState:
     with torch.device("meta"):
-        model = jobs.Net()
+        model = jobs.Net(extra=True)
     return _state(model)
 
 
@@ -112,7 +112,7 @@ CASES: dict[str, tuple[Callable[[int], Any], dict[str, Any], str, tuple[str, ...
     ),
     "another dtype": (lambda r: _plain(integers=True), {}, "dtype", ("scale/buffer", "int64")),
     "ranks disagree": (_rank_differs, {}, "ranks-disagree", ("up.weight", "build the same model")),
-    "never materialised": (_meta, {}, "target-not-materialised", ("embed.weight", "norm.bias")),
+    "no value for it": (_meta, {}, "not-materialised", ("extra.weight", "extra.bias")),
     "unknown optimizer": (_homemade, {}, "unknown-optimizer", ("Homemade",)),
     "another optimizer": (_sgd, {}, "optimizer-class", ("Adam", "SGD")),
     "other groups": (_regrouped, {}, "hyper-conflict", ("weight_decay",)),

@@ -18,7 +18,15 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["check_step_boundary", "fsdp_meshes", "param_policies", "require_sharded", "reshard"]
+__all__ = [
+    "check_step_boundary",
+    "fsdp_meshes",
+    "offloaded",
+    "param_policies",
+    "require_sharded",
+    "reset",
+    "reshard",
+]
 
 _ZERO_GRAD = "finish the step, then call optimizer.zero_grad()"
 
@@ -108,3 +116,27 @@ def param_policies(model: torch.nn.Module) -> dict[str, str]:
             if dtype is not None:
                 found.setdefault(entry, set()).add(str(dtype).removeprefix("torch."))
     return {entry: ",".join(sorted(names)) for entry, names in sorted(found.items())}
+
+
+def offloaded(model: torch.nn.Module) -> frozenset[int]:
+    """The parameters that FSDP2 keeps in host memory, by `id`."""
+    return frozenset(
+        id(held.sharded_param)
+        for _, group in _groups(model)
+        for held in group.fsdp_params
+        if held.offload_to_cpu
+    )
+
+
+def reset(model: torch.nn.Module) -> list[tuple[Any, dict[str, Any]]]:
+    """Tell FSDP2 that its sharded parameters have new memory; it pads and pins them as it needs.
+
+    Returns, of each of its records, the attributes that this has changed, as they were.
+    """
+    found = []
+    for _, group in _groups(model):
+        for held in group.fsdp_params:
+            kept = ("_sharded_param_data", "_sharding_spec", "sharded_param")
+            found.append((held, {name: vars(held)[name] for name in kept}))
+            held.reset_sharded_param()
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -14,8 +15,8 @@ from dynadapt.adapters._aux import (
     dropped_extras,
     with_extra_states,
 )
-from dynadapt.adapters._common import unwrapped
 from dynadapt.adapters.live import _torch_aux
+from dynadapt.adapters.live._materialise import Ghost
 from dynadapt.adapters.live._torch_optimizer import SourceStates, StateMaker, write_scalars
 from dynadapt.errors import Refused
 from dynadapt.protocols import AuxItem, Described, Outcome, TrainState, alone
@@ -38,7 +39,7 @@ class TorchAdapter:
     name: str
 
     def __init__(self) -> None:
-        self._makers: WeakKeyDictionary[Any, StateMaker] = WeakKeyDictionary()
+        self._undo: WeakKeyDictionary[Any, ExitStack] = WeakKeyDictionary()
 
     def _check_step_boundary(self, model: torch.nn.Module) -> None:
         """Raise `Refused` for a model that is not this adapter's, or is in the middle of a step."""
@@ -64,22 +65,31 @@ class TorchAdapter:
         return self._view(TrainState.of(x)).described()
 
     def prepare(self, x: Any, keys: tuple[KeySpec, ...]) -> Described:
-        """Give the target's optimizer the states that the source has, and only those."""
-        view = self._view(TrainState.of(x))
+        """Give a model on the meta device memory, and the optimizer the states that the source has.
+
+        Only those: states that the source lacks are dropped. Parameters stay the same objects.
+        """
+        state = TrainState.of(x)
+        view = self._view(state)
         source = SourceStates(keys)
-        findings = view.not_materialised()
-        if view.optimizer is None or not source:
-            if findings:
-                raise Refused(findings)
-            return view.described()
-        maker = StateMaker(view.holder)
-        findings += maker.findings(view.held, source)
+        ghost = Ghost(state.model, state.device)
+        findings = ghost.findings(keys)
+        maker = StateMaker(view.holder) if view.optimizer is not None and source else None
+        if maker is not None:
+            findings += maker.findings(view.held, source)
         if findings:
             raise Refused(findings)
         self.abandon(x)
-        self._makers[view.optimizer] = maker
-        maker.make(view.held, source)
-        return replace(view.described(), allocated=maker.made_bytes)
+        with ExitStack() as stack:
+            stack.callback(ghost.undo)
+            ghost.materialise()
+            if maker is not None:
+                stack.callback(maker.undo)
+                maker.make(view.held, source)
+            made = ghost.made_bytes + (0 if maker is None else maker.made_bytes)
+            described = replace(view.described(), allocated=made)
+            self._undo[state.model] = stack.pop_all()
+        return described
 
     def finish(
         self,
@@ -118,8 +128,7 @@ class TorchAdapter:
         return tuple(outcomes)
 
     def abandon(self, x: Any) -> None:
-        """Take back the optimizer states that `prepare` made, and put back those it dropped."""
-        optimizer = unwrapped(TrainState.of(x).optimizer)
-        maker = None if optimizer is None else self._makers.pop(optimizer, None)
-        if maker is not None:
-            maker.undo()
+        """Take back the memory and the optimizer states that `prepare` made, put back what it dropped."""
+        stack = self._undo.pop(TrainState.of(x).model, None)
+        if stack is not None:
+            stack.close()

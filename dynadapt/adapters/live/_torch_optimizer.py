@@ -86,6 +86,8 @@ def read_state(optimizer: Any, member: Member) -> tuple[dict[str, torch.Tensor],
             continue
         if isinstance(value, torch.Tensor) and not _is_scalar(label, value, member.parameter):
             tensors[label] = value
+        elif not _is_real(value):
+            continue  # an optimizer that was made under the meta device, and never stepped
         elif isinstance(value, torch.Tensor):
             scalars[label] = _number(label, _local(value).item())
         elif isinstance(value, int | float):
@@ -119,6 +121,11 @@ def _number(label: str, value: Any) -> Number:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _is_real(entry: Any) -> bool:
+    """Whether a state's entry is a number or has memory."""
+    return not (isinstance(entry, torch.Tensor) and _local(entry).is_meta)
 
 
 class SourceStates:
@@ -160,7 +167,8 @@ class StateMaker:
 
     def _problems(self, member: Member, source: SourceStates) -> list[Finding]:
         held = source.held(*member.names)
-        own = read_state(self.optimizer, member)[0]
+        states = read_state(self.optimizer, member)[0].items()
+        own = [slot for slot, tensor in states if _is_real(tensor)]
         if optimizer_slots(self.optimizer, member.group) is not None or set(held) <= set(own):
             return []
         cause = "it has no state yet for what the source holds, and how it makes it is not known"
@@ -173,7 +181,7 @@ class StateMaker:
             held = source.held(*member.names)
             old: dict[str, Any] = self.optimizer.state.get(member.parameter) or {}
             if held:
-                keep = {k: v for k, v in old.items() if held.get(k) != "zero"}
+                keep = {k: v for k, v in old.items() if held.get(k) != "zero" and _is_real(v)}
                 needed = fresh_state(self.optimizer, member.group, torch.empty(0)) or {}
                 if needed.keys() - keep.keys():
                     self._replace(member.parameter, {**self._fresh(member), **keep})

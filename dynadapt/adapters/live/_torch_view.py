@@ -256,20 +256,6 @@ class View:
             **policies,
         }
 
-    def not_materialised(self) -> list[Finding]:
-        """Every parameter and buffer that has no memory yet."""
-        named = (*self.parameters, *named_buffers(self.state.model))
-        return [
-            Finding(
-                "target-not-materialised",
-                each.name,
-                "it is on the meta device and has no memory",
-                "call to_empty(device=...) on the target model first",
-            )
-            for each in named
-            if _local(each.tensor).is_meta
-        ]
-
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
