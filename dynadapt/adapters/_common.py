@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from dynadapt.vps.box import Box
+    from dynadapt.vps.keys import KeySpec
 
 __all__ = [
     "BufferTable",
@@ -255,6 +256,21 @@ def unwrapped(optimizer: Any) -> Any:
         cause = "it wraps another optimizer and keeps state of its own, which would be lost"
         raise Refused([Finding("unknown-optimizer", kind, cause, "pass the inner optimizer")])
     return unwrapped(inner)
+
+
+def decided_names(keys: Iterable[KeySpec]) -> Iterator[str]:
+    """The parameters of which a source says what state they have, be it none: all names of each.
+
+    Those in its optimizer, and frozen ones. A source without an optimizer says nothing.
+
+    >>> from dynadapt.vps.keys import KeySpec
+    >>> list(decided_names([KeySpec(Key("w", "param"), (2,), "float32")]))
+    []
+    """
+    for spec in keys:
+        of_optimizer = spec.kind == "state" and not spec.key.slot.startswith("extra:")
+        if of_optimizer or (spec.key.slot == "param" and not spec.trainable):
+            yield from (spec.key.name, *spec.aliases)
 
 
 def optimizer_slots(optimizer: Any, group: Mapping[str, Any]) -> tuple[str, ...] | None:

@@ -86,7 +86,8 @@ def _prepare(run: Run) -> None:
         aux = {item.path: item for item in before.aux}
         unlike = checks.optimizers_differ(run.source.aux, aux, run.settings.allow)
         run.own_target = run.target_adapter.prepare(run.x_target, run.wanted.keys)
-        refuse(unlike)
+        run.lacking = [finding for finding in unlike if finding.reason == "missing-key"]
+        refuse(finding for finding in unlike if finding not in run.lacking)
     blank = None  # what the target says of steps and hyperparameters is about to be replaced
     if run.own_target is not None:
         blank = replace(run.own_target, scalars={}, aux=())
@@ -141,9 +142,10 @@ def make_plan(run: Run) -> None:
     run.matched = match(source.keys, target.keys, run.options)
     steps = checks.steps_differ(run.source.scalars, run.target.flat_step, settings.allow)
     files = checks.files_unreachable(run.source, run.target)
-    refuse(run.told([*run.matched.findings, *cover.prove(target), *steps, *files]))
+    refuse(run.told([*run.lacking, *run.matched.findings, *cover.prove(target), *steps, *files]))
     for path, note in run.matched.notes:
         run.outcomes.append(Outcome(path, "derived", note))
+    run.outcomes += [Outcome(path, "dropped", note) for path, note in run.matched.left]
     run.options = replace(run.options, first_only=_count_source(run))
     seat = run.session.seat
     run.seat_plan = remembered_plan(seat, source, target, run.matched, run.options)

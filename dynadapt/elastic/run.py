@@ -72,6 +72,7 @@ class Run:
         self.own_source: Described | None = None
         self.own_target: Described | None = None
         self.preparing = False
+        self.lacking: list[Finding] = []
         self.committed = False
         self.parked: Parked | None = None
         self.woken: Woken | None = None

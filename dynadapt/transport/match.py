@@ -37,13 +37,15 @@ def match(source: Sequence[KeySpec], target: Sequence[KeySpec], options: Options
     for spec in target:
         if spec.derived:
             continue
-        served = _serving(spec, found)
+        served = _serving(spec, found) or _of_frozen(spec, found)
         if served is None or served.derived:
             findings += _missing(spec, source, options, notes, len(findings) < HINTS)
             continue
         findings += _differences(served, spec, options)
         findings += _ties(served, spec, found, options, used)
         used.add(served.key)
+        if spec.trainable and not served.trainable and spec.key.slot == "param":
+            notes.append((str(spec.key), "frozen in the source: its state starts as a new one"))
         if not spec.numel or spec.presence == "none":
             if served.presence == "present" and spec.presence == "none":
                 findings.append(
@@ -59,8 +61,13 @@ def match(source: Sequence[KeySpec], target: Sequence[KeySpec], options: Options
         if fill:
             notes.append((str(spec.key), "never made in the source; zeros in the target"))
         pairs.append(Pair(served, spec, fill))
-    findings += _extra(source, target, used, options)
-    return Match(tuple(pairs), tuple(_by_tensor(findings)), tuple(notes))
+    extra = _extra(source, target, used)
+    left: tuple[tuple[str, str], ...] = ()
+    if "extra" in options.allow:
+        left = tuple((finding.where, finding.cause) for finding in _by_tensor(extra))
+    else:
+        findings += extra
+    return Match(tuple(pairs), tuple(_by_tensor(findings)), tuple(notes), left)
 
 
 def _by_tensor(findings: Iterable[Finding]) -> Iterator[Finding]:
@@ -99,6 +106,18 @@ def _serving(spec: KeySpec, found: Mapping[Key, KeySpec]) -> KeySpec | None:
     return None
 
 
+def _of_frozen(spec: KeySpec, found: Mapping[Key, KeySpec]) -> KeySpec | None:
+    """The state, which is none, of a parameter that the source has and does not train."""
+    if spec.kind != "state" or spec.key.slot.startswith("extra:"):
+        return None
+    for name in (spec.key.name, *spec.aliases):
+        param = found.get(Key(name, "param"))
+        if param is not None and not param.trainable:
+            key = Key(param.key.name, spec.key.slot)
+            return replace(spec, key=key, presence="none", aliases=param.aliases)
+    return None
+
+
 def _nearest(spec: KeySpec, others: Sequence[KeySpec]) -> str:
     """The most similar names of the same slot, as the end of a sentence."""
     names = [str(other.key) for other in others if other.key.slot == spec.key.slot]
@@ -129,25 +148,28 @@ def _missing(
     ]
 
 
-def _extra(
-    source: Sequence[KeySpec], target: Sequence[KeySpec], used: set[Key], options: Options
-) -> list[Finding]:
-    if "extra" in options.allow:
-        return []
+def _extra(source: Sequence[KeySpec], target: Sequence[KeySpec], used: set[Key]) -> list[Finding]:
     findings: list[Finding] = []
+    frozen = {
+        name
+        for spec in target
+        if spec.key.slot == "param" and not spec.trainable
+        for name in (spec.key.name, *spec.aliases)
+    }
     for spec in source:
         idle = spec.key in used or spec.derived or spec.kind == "transient" or not spec.numel
         if idle or spec.presence != "present":
             continue
-        hint = _nearest(spec, target) if len(findings) < HINTS else ""
-        findings.append(
-            Finding(
-                "extra-key",
-                str(spec.key),
-                f"the source holds it and the target has no place for it{hint}",
-                'use the same model and optimizer on both sides, or allow={"extra"} to leave it behind',
-            )
+        cause = "the source holds it and the target has no place for it"
+        fix = (
+            'use the same model and optimizer on both sides, or allow={"extra"} to leave it behind'
         )
+        if spec.kind == "state" and frozen.intersection((spec.key.name, *spec.aliases)):
+            cause = "the source trains this parameter, in the target it is frozen and has no state"
+            fix = 'freeze the same parameters on both sides, or allow={"extra"} to leave it behind'
+        elif len(findings) < HINTS:
+            cause += _nearest(spec, target)
+        findings.append(Finding("extra-key", str(spec.key), cause, fix))
     return findings
 
 

@@ -108,12 +108,14 @@ class Pair:
 class Match:
     """How the keys of two layouts correspond: pairs by target key, in canonical order, and findings.
 
-    `offset` of a pair is where its first element lies in the canonical order, in wire bytes.
+    `offset` of a pair is where its first element lies in the canonical order, in wire bytes. `notes` say
+    what is made rather than moved, and `left` what stays behind, each by key and with the reason.
     """
 
     pairs: tuple[Pair, ...]
     findings: tuple[Finding, ...] = ()
     notes: tuple[tuple[str, str], ...] = ()
+    left: tuple[tuple[str, str], ...] = ()
 
     @cached_property
     def by_target(self) -> dict[Key, Pair]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from dynadapt.adapters._aux import plain
-from dynadapt.adapters._common import fresh_state, optimizer_slots
+from dynadapt.adapters._common import decided_names, fresh_state, optimizer_slots
 from dynadapt.adapters.live._deepspeed_share import (
     bad_extra,
     is_scalar,
@@ -243,16 +243,23 @@ class Flats(ABC):
             self.inner.state.pop(self.masters[unit], None)
         self.state_changed()
 
-    def set_scalars(self, scalars: Mapping[str, Mapping[str, int | float]]) -> None:
-        """Write step counts and the like into the units' states: those of the member furthest on."""
+    def set_scalars(
+        self, keys: Iterable[KeySpec], scalars: Mapping[str, Mapping[str, int | float]]
+    ) -> None:
+        """Write step counts and the like into the units' states: those of the member furthest on.
+
+        A unit whose members' state is no business of the source keeps its own.
+        """
+        names = set(decided_names(keys))
         known: dict[int, list[Mapping[str, int | float]]] = {}
         for share in self.shares:
-            found = [scalars[name] for name in share.names if name in scalars]
-            known.setdefault(share.unit, []).extend(found)
+            if names.intersection(share.names):
+                found = [scalars[name] for name in share.names if name in scalars]
+                known.setdefault(share.unit, []).extend(found)
         for unit in range(len(self.masters)):
-            entries = known.get(unit, [])
-            best = max(entries, key=lambda entry: entry.get("step", 0), default={})
-            self.write_scalars(unit, {"step": 0, **best})
+            if unit in known:
+                best = max(known[unit], key=lambda entry: entry.get("step", 0), default={})
+                self.write_scalars(unit, {"step": 0, **best})
 
     def write_scalars(self, unit: int, values: Mapping[str, int | float]) -> None:
         """Write numbers into the state of one unit, those that it has."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from dynadapt.adapters._common import fresh_state, optimizer_slots
+from dynadapt.adapters._common import decided_names, fresh_state, optimizer_slots
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import Outcome
 
@@ -134,6 +134,7 @@ class SourceStates:
     def __init__(self, keys: Iterable[KeySpec]) -> None:
         self.canonical: dict[str, str] = {}
         self._slots: dict[str, dict[str, str]] = {}
+        self._decided: set[str] = set(decided_names(keys := tuple(keys)))
         for spec in keys:
             for name in (spec.key.name, *spec.aliases):
                 self.canonical[name] = spec.key.name
@@ -142,6 +143,10 @@ class SourceStates:
 
     def __bool__(self) -> bool:
         return bool(self._slots)
+
+    def decides(self, *names: str) -> bool:
+        """Whether the source says what state a parameter has, be it none."""
+        return not self._decided.isdisjoint(names)
 
     def held(self, *names: str) -> dict[str, str]:
         """Slot -> presence of the slots that are there, be they zero; of several names the stronger."""
@@ -176,8 +181,13 @@ class StateMaker:
         return [Finding("unknown-optimizer", type(self.optimizer).__name__, cause, fix)]
 
     def make(self, members: Iterable[Member], source: SourceStates) -> None:
-        """Make what is missing and drop what the source does not have; touches nothing else."""
+        """Make what is missing and drop what the source does not have; touches nothing else.
+
+        A parameter whose state is no business of the source keeps it: else it was refused.
+        """
         for member in members:
+            if not source.decides(*member.names):
+                continue
             held = source.held(*member.names)
             old: dict[str, Any] = self.optimizer.state.get(member.parameter) or {}
             if held:

@@ -138,7 +138,7 @@ class DeepSpeedZeroAdapter:
         outcomes += apply_scheduler(
             _scheduler(state), aux.get("scheduler"), aux.get("param_groups"), view.names()
         )
-        view.set_scalars(scalars)
+        view.set_scalars(keys, scalars)
         view.set_group_steps()
         outcomes += aside.apply_counters(engine, state.counters, aux.get("counters"))
         outcomes += apply_data(state, aux.get("data"))
