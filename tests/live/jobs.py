@@ -75,6 +75,8 @@ def tokens(step: int, rank: int = 0, rows: int = 2) -> torch.Tensor:
     return torch.randint(VOCAB, (rows, 7), generator=generator)
 
 
+SMALL_3 = {"sub_group_size": 100, "stage3_param_persistence_threshold": 10}
+
 #: What engines differ in, by the first half of a kind: stage, its options, and the rest of the config.
 ENGINES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "zero0": (0, {}, {}),
@@ -85,7 +87,17 @@ ENGINES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "zero2": (2, {}, {}),
     "zero2rr": (2, {"round_robin_gradients": True}, {}),
     "zero2off": (2, {"offload_optimizer": {"device": "cpu"}}, {}),
-    "zero3": (3, {"sub_group_size": 100, "stage3_param_persistence_threshold": 10}, {}),
+    "zero3": (3, SMALL_3, {}),
+    "zero3off": (3, {**SMALL_3, "offload_optimizer": {"device": "cpu"}}, {}),
+    "zero3offp": (
+        3,
+        {
+            **SMALL_3,
+            "offload_optimizer": {"device": "cpu"},
+            "offload_param": {"device": "cpu", "buffer_size": 1000},
+        },
+        {},
+    ),
 }
 
 PRECISIONS: dict[str, dict[str, Any]] = {

@@ -130,7 +130,8 @@ class Kind:
     """One kind: `make` turns a fresh model into a job.
 
     `worlds` are the numbers of ranks it runs on, `dtype` what its forward and backward compute in.
-    `one_group`: its parameters must all have the same hyperparameters.
+    `one_group`: its parameters must all have the same hyperparameters. `about` is for the page of all
+    pairs: what the name does not say.
     """
 
     name: str
@@ -138,6 +139,7 @@ class Kind:
     worlds: tuple[int, ...] = (1, 2, 3, 4)
     dtype: torch.dtype = torch.float32
     one_group: bool = False
+    about: str = ""
 
 
 KINDS: dict[str, Kind] = {}
@@ -166,6 +168,9 @@ def build(name: str, recipe: str = "adamw", seed: int | None = None) -> Job:
     """A fresh job of a kind on all ranks, with weights of its own."""
     entry = KINDS[name]
     seed = zlib.crc32(name.encode()) % 1000 if seed is None else seed
-    job = entry.make(jobs.net(seed, hidden=hidden(dist.get_world_size())), RECIPES[recipe])
+    model = jobs.net(seed, hidden=hidden(dist.get_world_size()))
+    with torch.no_grad():  # what is frozen mostly comes from a 16-bit checkpoint
+        model.frozen.weight.mul_(256).round_().div_(256)
+    job = entry.make(model, RECIPES[recipe])
     job.kind = entry
     return job

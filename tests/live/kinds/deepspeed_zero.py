@@ -14,15 +14,29 @@ if TYPE_CHECKING:
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-#: What there is of an engine other than every precision.
-ONLY = {
+#: Which precisions: all where the code depends on it, else enough for each setting to meet each other one.
+PRECISIONS = {
+    "zero0": ("bf16", "fp16", "fp32"),
     "zero0fused": ("bf16", "fp16"),  # the wrapper keeps masters, which fp32 has none of
+    "zero1": ("bf16", "fp16", "fp32"),
+    "zero1rr": ("bf16", "fp16", "fp32"),
     "zero1acc": ("bf16",),  # with others it is zero1
+    "zero2": ("bf16", "fp16", "fp32"),
+    "zero2rr": ("bf16", "fp32"),
+    "zero2off": ("bf16", "fp32"),
+    "zero3": ("bf16", "fp16", "fp32"),
+    "zero3off": ("bf16",),
+    "zero3offp": ("bf16", "fp32"),
 }
 
-for _name in jobs.ENGINES:
-    for _dtype in ONLY.get(_name, tuple(DTYPES)):
+#: Without ZeRO DeepSpeed divides gradients by a scale that the loss was not multiplied by.
+CONFIG = {"zero0-fp16": {"fp16": {"enabled": True, "loss_scale": 1}}}
+CONFIG["zero0fused-fp16"] = CONFIG["zero0-fp16"]
+
+for _name, _dtypes in PRECISIONS.items():
+    for _dtype in _dtypes:
 
         @kind(f"{_name}-{_dtype}", dtype=DTYPES[_dtype])
         def _engine(model: jobs.Net, recipe: Recipe, name: str = f"{_name}-{_dtype}") -> Job:
-            return EngineJob(jobs.deepspeed_engine(name, model, recipe(model)), recipe)
+            engine = jobs.deepspeed_engine(name, model, recipe(model), **CONFIG.get(name, {}))
+            return EngineJob(engine, recipe)

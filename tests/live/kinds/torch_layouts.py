@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,13 +26,60 @@ def _ddp(model: jobs.Net, recipe: Recipe) -> Job:
     return TorchJob(wrapped, recipe(wrapped), recipe)
 
 
-@kind("fsdp2")
-def _fsdp2(model: jobs.Net, recipe: Recipe) -> Job:
+class OwnersJob(TorchJob):
+    """`ZeroRedundancyOptimizer`: each parameter's state is on one rank."""
+
+    def tensors(self) -> jobs.Tensors:
+        """The parameters as they are, the states by the optimizer's own consolidation."""
+        found = jobs.torch_tensors(self.model, self.optimizer, ())
+        self.optimizer.consolidate_state_dict(to=0)
+        told = [self.optimizer.state_dict()["state"] if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(told, src=0)
+        names = {id(p): name.removeprefix("module.") for name, p in self.model.named_parameters()}
+        order = [names[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
+        for index, state in (told[0] or {}).items():
+            kept = {slot: state[slot] for slot in self.recipe.slots if slot in state}
+            found |= {f"{order[index]}/{slot}": value.clone() for slot, value in kept.items()}
+        return found
+
+
+@kind("ddp-owners")
+def _ddp_owners(model: jobs.Net, recipe: Recipe) -> Job:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(
+        recipe.groups(wrapped), optimizer_class=recipe.cls, **recipe.defaults
+    )
+    return OwnersJob(wrapped, optimizer, recipe)
+
+
+def _sharded(model: jobs.Net, recipe: Recipe, **options: Any) -> Job:
     from torch.distributed.fsdp import fully_shard
 
-    fully_shard(model.up)
-    fully_shard(model)
+    fully_shard(model.up, **options)
+    fully_shard(model, **options)
     return TorchJob(model, recipe(model), recipe)
+
+
+@kind("fsdp2")
+def _fsdp2(model: jobs.Net, recipe: Recipe) -> Job:
+    return _sharded(model, recipe)
+
+
+@kind("fsdp2-bf16", dtype=torch.bfloat16)
+def _fsdp2_bf16(model: jobs.Net, recipe: Recipe) -> Job:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return _sharded(model, recipe, mp_policy=policy)
+
+
+@kind("fsdp2-off")
+def _fsdp2_off(model: jobs.Net, recipe: Recipe) -> Job:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    return _sharded(model, recipe, offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
 @kind("hsdp", worlds=(4,))
