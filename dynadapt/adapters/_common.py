@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from dynadapt.vps.keys import KeySpec
 
 __all__ = [
+    "FACTORED",
     "BufferTable",
     "NamedTensor",
     "TensorBuffer",
+    "decided_names",
     "dtype_name",
     "fresh_state",
     "is_local",
@@ -33,8 +35,10 @@ __all__ = [
     "named_once",
     "named_parameters",
     "optimizer_slots",
+    "slot_shapes",
     "torch_dtype",
     "unwrapped",
+    "whole_only",
 ]
 
 
@@ -273,8 +277,48 @@ def decided_names(keys: Iterable[KeySpec]) -> Iterator[str]:
             yield from (spec.key.name, *spec.aliases)
 
 
+def slot_shapes(
+    optimizer: Any, group: Mapping[str, Any], shape: tuple[int, ...]
+) -> dict[str, tuple[int, ...]] | None:
+    """The state tensors that an optimizer keeps for a parameter, with their shapes; None if unknown.
+
+    >>> slot_shapes(torch.optim.Adafactor([torch.zeros(1)]), {}, (2, 3))
+    {'row_var': (2, 1), 'col_var': (1, 3)}
+    """
+    slots = optimizer_slots(optimizer, group)
+    if slots is None:
+        return None
+    if slots == FACTORED:
+        if len(shape) < 2:
+            return {"variance": shape}
+        return {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
+    return dict.fromkeys(slots, shape)
+
+
+def whole_only(optimizer: Any, *, matrices: bool = True) -> list[Finding]:
+    """Why an optimizer cannot have pieces of parameters, or `matrices` flattened; empty if it can.
+
+    >>> whole_only(torch.optim.Adafactor([torch.zeros(1)]))[0].reason
+    'unsupported-optimizer'
+    """
+    kind = type(optimizer).__name__
+    torchs = type(optimizer).__module__.startswith("torch.")
+    if not torchs or kind not in {"Adafactor", "Muon"} or (kind == "Muon" and not matrices):
+        return []
+    keeps = "keeps sums of rows and columns" if kind == "Adafactor" else "makes a matrix orthogonal"
+    cause = (
+        f"{kind} {keeps}, which a piece of a flat tensor has none of: it would step it otherwise"
+    )
+    fix = "use it with whole parameters (plain or DDP), or another optimizer"
+    return [Finding("unsupported-optimizer", kind, cause, fix)]
+
+
+#: Adafactor's slots: the first two of a tensor of two dims and more, the last one of any other.
+FACTORED = ("row_var", "col_var", "variance")
+
+
 def optimizer_slots(optimizer: Any, group: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """The state tensors, shaped like the parameter, that an optimizer keeps for a group.
+    """The state tensors that an optimizer keeps for a group, shaped like the parameter or `FACTORED`.
 
     None for a class that is not known: its state can be read where it exists, but not made.
 
@@ -301,6 +345,10 @@ def optimizer_slots(optimizer: Any, group: Mapping[str, Any]) -> tuple[str, ...]
         return ("exp_avg", "exp_avg_sq")  # it makes the second one and never uses it
     if kind in {"Lion", "FusedLion"}:
         return ("exp_avg",)
+    if kind == "Muon":
+        return ("momentum_buffer",)
+    if kind == "Adafactor" and type(optimizer).__module__.startswith("torch."):
+        return FACTORED
     return None
 
 
@@ -315,12 +363,12 @@ def fresh_state(
     >>> fresh_state(torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9), {"momentum": 0.9}, torch.ones(2))
     {'momentum_buffer': tensor([0., 0.])}
     """
-    slots = optimizer_slots(optimizer, group)
-    if slots is None:
+    shapes = slot_shapes(optimizer, group, tuple(like.shape))
+    if shapes is None:
         return None
     state: dict[str, Any] = {}
     if type(optimizer).__module__.startswith("torch."):
-        if type(optimizer).__name__ != "SGD":
+        if type(optimizer).__name__ not in {"SGD", "Muon"}:
             on_device = group.get("capturable") or group.get("fused")
             device = like.device if on_device else torch.device("cpu")
             wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
@@ -328,10 +376,17 @@ def fresh_state(
             state["step"] = torch.zeros((), dtype=dtype, device=device)
         if type(optimizer).__name__ == "NAdam":
             state["mu_product"] = torch.ones((), dtype=dtype, device=device)
-    elif "Adam" in type(optimizer).__name__ or "Lion" in type(optimizer).__name__:
+    elif "Adam" in type(optimizer).__name__ or type(optimizer).__name__ in _COUNTING_LIONS:
         state["step"] = 0
     # DeepSpeed's host optimizers keep single-precision state for half-precision parameters.
     wider = torch.float32 if getattr(optimizer, "fp32_optimizer_states", False) else like.dtype
-    for slot in slots:
-        state[slot] = torch.zeros_like(like, dtype=wider, requires_grad=False)
+    for slot, shape in shapes.items():
+        if shape == tuple(like.shape):
+            state[slot] = torch.zeros_like(like, dtype=wider, requires_grad=False)
+        else:
+            state[slot] = torch.zeros(shape, dtype=wider, device=like.device)
     return state
+
+
+#: A user's Lion has no use for a count.
+_COUNTING_LIONS = frozenset({"FusedLion", "DeepSpeedCPULion"})

@@ -11,7 +11,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from dynadapt.adapters._common import named_parameters
+from dynadapt.adapters._common import named_parameters, whole_only
 from dynadapt.adapters.live._deepspeed_zero0 import Fused, Plain, Unfused
 from dynadapt.adapters.live._deepspeed_zero3 import Zero3
 from dynadapt.adapters.live._deepspeed_zero12 import Bf16, Zero12
@@ -42,7 +42,8 @@ def view_of(engine: Any) -> Flats:
         kind = Plain
     if kind is None:
         raise Refused([_unknown(engine)])
-    findings = [*_anywhere(engine)]
+    inner = getattr(optimizer, "optimizer", optimizer)
+    findings = [*_anywhere(engine), *whole_only(inner, matrices=kind not in {Plain, Unfused})]
     if kind is Zero3:
         findings += [*_zero3_offload(optimizer), *_zero3_pieces(engine)]
     elif kind is Zero12:

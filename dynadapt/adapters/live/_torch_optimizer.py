@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from dynadapt.adapters._common import decided_names, fresh_state, optimizer_slots
+from dynadapt.adapters._common import FACTORED, decided_names, fresh_state, optimizer_slots
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import Outcome
 
@@ -109,6 +109,8 @@ def read_state(optimizer: Any, member: Member) -> tuple[dict[str, torch.Tensor],
 def _is_scalar(label: str, value: torch.Tensor, parameter: torch.Tensor) -> bool:
     if label in _SCALARS:
         return True
+    if label in FACTORED:
+        return False
     return value.numel() == 1 and value.shape != parameter.shape
 
 
@@ -172,6 +174,13 @@ class StateMaker:
 
     def _problems(self, member: Member, source: SourceStates) -> list[Finding]:
         held = source.held(*member.names)
+        if held.keys() & set(FACTORED) and isinstance(member.parameter, DTensor):
+            cause = (
+                "its factored state has no DTensor form: torch's own step fails on sharded tensors"
+            )
+            fix = "use it with whole parameters (plain or DDP), or another optimizer"
+            kind = type(self.optimizer).__name__
+            return [Finding("unsupported-optimizer", f"{member.names[0]} ({kind})", cause, fix)]
         states = read_state(self.optimizer, member)[0].items()
         own = [slot for slot, tensor in states if _is_real(tensor)]
         if optimizer_slots(self.optimizer, member.group) is not None or set(held) <= set(own):
@@ -192,7 +201,8 @@ class StateMaker:
             old: dict[str, Any] = self.optimizer.state.get(member.parameter) or {}
             if held:
                 keep = {k: v for k, v in old.items() if held.get(k) != "zero" and _is_real(v)}
-                needed = fresh_state(self.optimizer, member.group, torch.empty(0)) or {}
+                like = torch.empty(member.parameter.shape, device="meta")
+                needed = fresh_state(self.optimizer, member.group, like) or {}
                 if needed.keys() - keep.keys():
                     self._replace(member.parameter, {**self._fresh(member), **keep})
             elif old and type(self.optimizer).__name__ in _EAGER:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from dynadapt.adapters._common import (
     is_local,
     named_buffers,
     named_parameters,
-    optimizer_slots,
+    slot_shapes,
     unwrapped,
 )
 from dynadapt.adapters.live import _fsdp2, _torch_aux
@@ -197,10 +198,10 @@ class View:
         scalars: dict[str, dict[str, int | float]] = {}
         for member in self.held:
             tensors, numbers = read_state(self.holder, member)
-            known = optimizer_slots(self.holder, member.group) or ()
-            absent = [slot for slot in known if slot not in tensors]
             for name in member.names:
                 named = self._by_name[name]
+                shape = self._shape(named, member.parameter)
+                known = slot_shapes(self.holder, member.group, shape) or {}
                 for slot, whole in tensors.items():
                     tensor = self._within(named, member.parameter, whole)
                     spec = self._spec(named, slot, tensor, member.group_index, kind="state")
@@ -208,8 +209,12 @@ class View:
                     self._add_rows(table, spec.key, named, tensor)
                 more: dict[str, Any] = {"kind": "state", "presence": "none"}
                 specs += [
-                    self._spec(named, slot, member.parameter, member.group_index, **more)
-                    for slot in absent
+                    replace(
+                        self._spec(named, slot, member.parameter, member.group_index, **more),
+                        shape=known[slot],
+                    )
+                    for slot in known
+                    if slot not in tensors
                 ]
                 if numbers:
                     scalars[name] = dict(numbers)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dynadapt.adapters._common import whole_only
 from dynadapt.adapters.live import _fsdp1
 from dynadapt.adapters.live._coordinate import coordinate_of
 from dynadapt.adapters.live._fsdp1_parts import Part, named_parts, units
@@ -72,6 +73,8 @@ class _FlatView(View):
     def __init__(self, state: TrainState) -> None:
         self._parts: dict[str, Part] = {}
         super().__init__(state)
+        if refused := whole_only(self.holder) if self._parts and self.members else []:
+            raise Refused(refused)
         self.flat_step = any(
             part.flat and id(part.parameter) in {id(member.parameter) for member in self.members}
             for part in self._parts.values()
