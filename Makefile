@@ -14,7 +14,7 @@ TEST_ENV := DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR=$(CURDIR)/
 # DeepSpeed compiles its CPU operator with the ninja of this environment.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup demo test check lint types imports spelling wheel format bench pictures nightly faults clean
+.PHONY: help setup demo test check lint types imports spelling wheel format bench pictures nightly matrix faults clean
 
 help:
 	@echo "make setup    environment in $(VENV), with every extra"
@@ -23,6 +23,7 @@ help:
 	@echo "make check    ruff, mypy, import-linter, codespell, wheel contents"
 	@echo "make format   rewrite the code in the project's format"
 	@echo "make bench    the benchmarks          make pictures  the docs' figures, drawn anew"
+	@echo "make matrix   all pairs of layouts, and their page in docs"
 	@echo "make nightly  the long tests        make faults  the tests that break things"
 
 setup: $(READY) $(WARM)
@@ -51,6 +52,10 @@ test: setup
 
 nightly: setup
 	$(TEST_ENV) HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m nightly
+
+# PAIRS=missing walks only what docs/matrix.json does not have: pairs of kinds that are new.
+matrix: setup
+	$(TEST_ENV) MATRIX=docs PAIRS=$(PAIRS) $(BIN)/python -m pytest -m nightly tests/live/test_matrix.py -k all_pairs
 
 faults: setup
 	$(TEST_ENV) $(BIN)/python -m pytest tests/live/test_failures.py tests/live/test_bad_input.py

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def run(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+def run(size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
     """Call `fn(rank, size, *args)` on `size` ranks; the results, by rank."""
     pool = _ranks.pool(4 if size <= 4 else 8)
-    return pool.run(_within, size, fn, args)[:size]
+    return pool.run(_within, size, fn, args, timeout=timeout)[:size]
 
 
 def error_of(rank: int, world: int, fn: Callable[..., Any], *args: Any) -> str:

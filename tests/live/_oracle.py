@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from tests.live import jobs
 from tests.live.kinds import hidden
@@ -26,14 +27,13 @@ def step(
     taken: int,
     number: int,
     dtype: torch.dtype,
-    world: int,
 ) -> tuple[jobs.Tensors, float]:
     """All tensors after one more step, on batch `number`, of a job that has taken `taken`; and its loss.
 
     Forward and backward compute in `dtype`, on weights rounded to it; the step is plain torch's, in fp32.
     `hyper` is what the param groups have beside the recipe's defaults.
     """
-    master, lower = (jobs.net(0, hidden=hidden(world)) for _ in range(2))
+    master, lower = (jobs.net(0, hidden=hidden(dist.get_world_size())) for _ in range(2))
     optimizer: Any = recipe(master)
     for group in optimizer.param_groups:
         group.update(changed(group, hyper))

@@ -30,7 +30,7 @@ TOLERANCE = {torch.float32: 3e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 def start(recipe: str) -> Job:
     """A plain job that has taken two steps with `HYPER`."""
-    job = build("plain", recipe)
+    job = build("plain", RECIPES[recipe])
     for group in job.state.optimizer.param_groups:
         group.update(_oracle.changed(group, HYPER))
     for number in range(2):
@@ -38,12 +38,18 @@ def start(recipe: str) -> Job:
     return job
 
 
-def walk(rank: int, world: int, names: Sequence[str], recipe: str) -> list[dict[str, Any]]:
-    """One answer a hop, from plain through the kinds; stops after a hop that was refused."""
+def walk(
+    rank: int, world: int, names: Sequence[str], recipe: str, both: bool = True
+) -> list[dict[str, Any]]:
+    """One answer a hop, from plain through the kinds; stops after a hop that was refused.
+
+    `both`: the source of a hop takes a step after it as well; else it is only gathered again.
+    """
     job, taken = start(recipe), 2
+    held = job.tensors()
     answers = []
     for name in names:
-        job, answer = hop(job, name, recipe, taken, world)
+        job, held, answer = _hop(job, held, name, taken, both)
         answers.append(answer)
         taken += 1
         if "refused" in answer:
@@ -58,17 +64,22 @@ def all_wrong(answers: Sequence[Sequence[dict[str, Any]]]) -> list[str]:
     )
 
 
-def hop(job: Job, name: str, recipe: str, taken: int, world: int) -> tuple[Job, dict[str, Any]]:
-    """Migrate to a new job of a kind; both then take a step. The target, and what was seen."""
+def _hop(
+    job: Job, held: jobs.Tensors, name: str, taken: int, both: bool
+) -> tuple[Job, jobs.Tensors, dict[str, Any]]:
+    """Migrate a job that holds `held` to a new one of a kind, which takes a step.
+
+    The new job, its tensors after the step, and what was seen.
+    """
     answer: dict[str, Any] = {"hop": [job.kind.name, name]}
-    before = job.tensors()
+    recipe = job.recipe
     target = build(name, recipe)
     job.evaluate()
     target.evaluate()
     maps = {"source_map": job.tensor_map, "target_map": target.tensor_map}
     maps = {side: tensor_map for side, tensor_map in maps.items() if tensor_map is not None}
     try:
-        report = dynadapt.migrate(job.state, target.state, timeout=30, budget=64 << 10, **maps)
+        report = dynadapt.migrate(job.state, target.state, timeout=60, budget=64 << 10, **maps)
     except dynadapt.MigrationAborted as error:
         if not error.findings:
             raise
@@ -76,26 +87,28 @@ def hop(job: Job, name: str, recipe: str, taken: int, world: int) -> tuple[Job, 
     else:
         answer["moved"] = (report.bytes_moved, report.bytes_minimum)
         answer["equal"] = report.fingerprint_source == report.fingerprint_target
-        answer["differing"] = jobs.differing(before, target.tensors())
-    answer["changed"] = jobs.differing(before, job.tensors())
-    for side, each in (("source", job), ("target", target)):
-        if side == "target" and "refused" in answer:
-            continue
-        after, loss = _oracle.step(
-            before,
-            RECIPES[recipe],
-            HYPER,
-            taken=taken,
-            number=taken,
-            dtype=each.kind.dtype,
-            world=world,
-        )
-        own = each.step(taken)
-        answer[side] = {"loss": abs(own - loss), **gaps(after, each.tensors())}
-    return target, answer
+        answer["differing"] = jobs.differing(held, target.tensors())
+    answer["changed"] = jobs.differing(held, job.tensors())
+    if both or "refused" in answer:
+        _, answer["source"] = _judged_step(job, held, taken)
+    if "refused" not in answer:
+        held, answer["target"] = _judged_step(target, held, taken)
+    return target, held, answer
 
 
-def gaps(expected: jobs.Tensors, found: jobs.Tensors) -> dict[str, float]:
+def _judged_step(
+    job: Job, before: jobs.Tensors, taken: int
+) -> tuple[jobs.Tensors, dict[str, float]]:
+    """One step of a job that holds `before`: its tensors then, and how far they are from plain torch's."""
+    expected, loss = _oracle.step(
+        before, job.recipe, HYPER, taken=taken, number=taken, dtype=job.kind.dtype
+    )
+    own = job.step(taken)
+    after = job.tensors()
+    return after, {"loss": abs(own - loss), **_gaps(expected, after)}
+
+
+def _gaps(expected: jobs.Tensors, found: jobs.Tensors) -> dict[str, float]:
     """The largest distance over all tensors, in parts of the slot's largest change or value."""
     assert sorted(expected) == sorted(found)
     worst: dict[str, float] = {}

@@ -1,24 +1,28 @@
 """Every kind to and from every other: bit for bit, minimal, certified, and trained on as plain torch does.
 
 A walk (`_walk`) goes from kind to kind and is judged at every hop. The suite takes every kind from plain and
-back and a sample of other pairs.
+back and a sample of other pairs; `make matrix` takes all pairs, and writes their page.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
+from fnmatch import fnmatch
+from itertools import pairwise
 
 import pytest
 
 from tests.declared import _worlds
-from tests.live import _pairs, _walk
+from tests.live import _page, _pairs, _walk
 from tests.live.kinds import KINDS
 
 FAMILIES = sorted({re.match(r"[a-z]+\d?", name).group() for name in KINDS})  # type: ignore[union-attr]
 
 
 def _walked(world: int, kinds: tuple[str, ...], recipe: str = "adamw") -> None:
-    answers = _worlds.run(world, _walk.walk, kinds, recipe)
+    answers = _worlds.run(world, _walk.walk, kinds, recipe, timeout=500)
     assert not _walk.all_wrong(answers)
     assert [answer["hop"][1] for answer in answers[0]] == list(kinds)
     refused = [answer for answer in answers[0] if "refused" in answer]
@@ -77,3 +81,63 @@ def test_the_sample_covers_every_kind() -> None:
 def test_other_optimizers(recipe: str, kinds: tuple[str, ...]) -> None:
     """Adam, and SGD with momentum."""
     _walked(4, kinds, recipe)
+
+
+#: Pairs that cannot be, as (source, target) patterns: the finding's reason and, where a framework is at
+#: fault, the test that shows it.
+REFUSED: dict[tuple[str, str], tuple[str, str]] = {}
+
+
+def _expected(pair: _pairs.Pair) -> tuple[str, str] | None:
+    both = "{} {}".format
+    return next((why for at, why in REFUSED.items() if fnmatch(both(*pair), both(*at))), None)
+
+
+def _pieces() -> list[tuple[str, tuple[str, ...]]]:
+    """All pairs, or those that docs/matrix.json does not have, as walks that a test makes each."""
+    todo = set(_page.pairs())
+    if os.environ.get("PAIRS") == "missing":
+        todo -= _page.load().keys()
+    found = []
+    for recipe in ("adamw", "even"):
+        mine = [pair for pair in _page.pairs() if pair in todo and _recipe(pair) == recipe]
+        found += [(recipe, piece) for piece in _pairs.cut(_pairs.trails(mine), 40)]
+    return found
+
+
+def _recipe(pair: _pairs.Pair) -> str:
+    return "even" if any(KINDS[name].one_group for name in pair) else "adamw"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("recipe", "piece"), _pieces())
+def test_all_pairs(recipe: str, piece: tuple[str, ...]) -> None:
+    """Every ordered pair, a kind with itself as well. With MATRIX=docs, kept for the page."""
+    marks: dict[_pairs.Pair, str | None] = dict.fromkeys(pairwise(piece))
+    keep = os.environ.get("MATRIX") == "docs"
+    if keep:
+        _page.keep(marks)
+    left = piece
+    while len(left) > 1:
+        # A walk begins in plain, so the first hop brings it to the first source.
+        answers = _worlds.run(4, _walk.walk, left, recipe, False, timeout=500)
+        assert not _walk.all_wrong(answers)
+        assert len(answers[0]) > 1, f"{left[0]} is not reached: {answers[0][0]}"
+        for answer in answers[0][1:]:
+            pair = (answer["hop"][0], answer["hop"][1])
+            marks[pair] = _mark(pair, answer.get("refused"))
+        left = left[len(answers[0]) - 1 :]
+    if keep:
+        _page.keep(marks)
+
+
+def _mark(pair: _pairs.Pair, refused: list[dict[str, str]] | None) -> str:
+    why = _expected(pair)
+    if refused is None:
+        assert why is None, f"{pair} is expected to be refused"
+        return _page.ONE_GROUP if KINDS[pair[1]].one_group else _page.WORKS
+    finding = refused[0]
+    assert why is not None, f"{pair} is refused: {finding}"
+    assert finding["reason"] == why[0], f"{pair} is refused for another reason: {finding}"
+    told = {name: finding[name] for name in ("reason", "cause", "fix")}
+    return json.dumps({**told, "test": why[1]})

@@ -164,13 +164,13 @@ def hidden(world: int) -> int:
     return 21 if world == 3 else jobs.HIDDEN
 
 
-def build(name: str, recipe: str = "adamw", seed: int | None = None) -> Job:
-    """A fresh job of a kind on all ranks, with weights of its own."""
+def build(name: str, recipe: str | Recipe = "adamw", seed: int | None = None) -> Job:
+    """A fresh job of a kind on all ranks, with weights of its own; a recipe, or its name in `RECIPES`."""
     entry = KINDS[name]
     seed = zlib.crc32(name.encode()) % 1000 if seed is None else seed
     model = jobs.net(seed, hidden=hidden(dist.get_world_size()))
     with torch.no_grad():  # what is frozen mostly comes from a 16-bit checkpoint
         model.frozen.weight.mul_(256).round_().div_(256)
-    job = entry.make(model, RECIPES[recipe])
+    job = entry.make(model, RECIPES[recipe] if isinstance(recipe, str) else recipe)
     job.kind = entry
     return job

@@ -29,6 +29,20 @@ PRECISIONS = {
     "zero3offp": ("bf16", "fp32"),
 }
 
+ABOUT = {
+    "zero0": "DeepSpeed without ZeRO",
+    "zero0fused": "the same, its masters in flat buffers as for FusedAdam",
+    "zero1": "ZeRO stage 1",
+    "zero1rr": "with round_robin_gradients, without contiguous_gradients",
+    "zero1acc": "with grad_accum_dtype fp32: BF16_Optimizer",
+    "zero2": "ZeRO stage 2",
+    "zero2rr": "with round_robin_gradients",
+    "zero2off": "with offload_optimizer to the CPU",
+    "zero3": "ZeRO stage 3, in several sub-groups, with persistent parameters",
+    "zero3off": "with offload_optimizer to the CPU",
+    "zero3offp": "with offload_optimizer and offload_param to the CPU",
+}
+
 #: Without ZeRO DeepSpeed divides gradients by a scale that the loss was not multiplied by.
 CONFIG = {"zero0-fp16": {"fp16": {"enabled": True, "loss_scale": 1}}}
 CONFIG["zero0fused-fp16"] = CONFIG["zero0-fp16"]
@@ -36,7 +50,7 @@ CONFIG["zero0fused-fp16"] = CONFIG["zero0-fp16"]
 for _name, _dtypes in PRECISIONS.items():
     for _dtype in _dtypes:
 
-        @kind(f"{_name}-{_dtype}", dtype=DTYPES[_dtype])
+        @kind(f"{_name}-{_dtype}", dtype=DTYPES[_dtype], about=ABOUT[_name])
         def _engine(model: jobs.Net, recipe: Recipe, name: str = f"{_name}-{_dtype}") -> Job:
             engine = jobs.deepspeed_engine(name, model, recipe(model), **CONFIG.get(name, {}))
             return EngineJob(engine, recipe)

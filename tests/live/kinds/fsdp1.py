@@ -28,6 +28,7 @@ for _strategy in STRATEGIES:
             f"fsdp1-{_strategy}{'-flat' if _flat else ''}",
             worlds=(2, 4) if "HYBRID" in _strategy else (1, 2, 3, 4),
             one_group=_flat,
+            about=f"FullyShardedDataParallel, use_orig_params={not _flat}",
         )
         def _fsdp1(
             model: jobs.Net, recipe: Recipe, strategy: str = _strategy, flat: bool = _flat

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from tests.live.kinds._base import Job, Recipe
 
 
-@kind("plain")
+@kind("plain", about="a module and an optimizer, on every rank")
 def _plain(model: jobs.Net, recipe: Recipe) -> Job:
     return TorchJob(model, recipe(model), recipe)
 
 
-@kind("ddp")
+@kind("ddp", about="DistributedDataParallel")
 def _ddp(model: jobs.Net, recipe: Recipe) -> Job:
     wrapped = nn.parallel.DistributedDataParallel(model)
     return TorchJob(wrapped, recipe(wrapped), recipe)
@@ -43,7 +43,7 @@ class OwnersJob(TorchJob):
         return found
 
 
-@kind("ddp-owners")
+@kind("ddp-owners", about="DistributedDataParallel with ZeroRedundancyOptimizer")
 def _ddp_owners(model: jobs.Net, recipe: Recipe) -> Job:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -62,12 +62,12 @@ def _sharded(model: jobs.Net, recipe: Recipe, **options: Any) -> Job:
     return TorchJob(model, recipe(model), recipe)
 
 
-@kind("fsdp2")
+@kind("fsdp2", about="fully_shard, in two units")
 def _fsdp2(model: jobs.Net, recipe: Recipe) -> Job:
     return _sharded(model, recipe)
 
 
-@kind("fsdp2-bf16", dtype=torch.bfloat16)
+@kind("fsdp2-bf16", dtype=torch.bfloat16, about="with a MixedPrecisionPolicy")
 def _fsdp2_bf16(model: jobs.Net, recipe: Recipe) -> Job:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -75,14 +75,14 @@ def _fsdp2_bf16(model: jobs.Net, recipe: Recipe) -> Job:
     return _sharded(model, recipe, mp_policy=policy)
 
 
-@kind("fsdp2-off")
+@kind("fsdp2-off", about="with a CPUOffloadPolicy")
 def _fsdp2_off(model: jobs.Net, recipe: Recipe) -> Job:
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     return _sharded(model, recipe, offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
-@kind("hsdp", worlds=(4,))
+@kind("hsdp", worlds=(4,), about="fully_shard over replicas x shards, 2 x 2")
 def _hsdp(model: jobs.Net, recipe: Recipe) -> Job:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -92,7 +92,7 @@ def _hsdp(model: jobs.Net, recipe: Recipe) -> Job:
     return TorchJob(model, recipe(model), recipe)
 
 
-@kind("tp")
+@kind("tp", about="parallelize_module over all ranks")
 def _tp(model: jobs.Net, recipe: Recipe) -> Job:
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -102,13 +102,15 @@ def _tp(model: jobs.Net, recipe: Recipe) -> Job:
     return TorchJob(model, recipe(model), recipe)
 
 
-@kind("tpdp", worlds=(2, 4), dtype=torch.bfloat16)
+@kind(
+    "tpdp", worlds=(2, 4), dtype=torch.bfloat16, about="parallelize_module and replicate, in bf16"
+)
 def _tpdp(model: jobs.Net, recipe: Recipe) -> Job:
     parallel, _, _ = jobs.tensor_parallel(model)
     return TorchJob(parallel, recipe(parallel), recipe)
 
 
-@kind("tpfsdp", worlds=(2, 4))
+@kind("tpfsdp", worlds=(2, 4), about="parallelize_module and fully_shard")
 def _tpfsdp(model: jobs.Net, recipe: Recipe) -> Job:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
