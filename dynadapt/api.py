@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dynadapt.elastic import migration
 from dynadapt.elastic.outcome import printed
-from dynadapt.elastic.plan_report import PlanReport
 from dynadapt.elastic.settings import DEFAULT_BUDGET, Settings
 from dynadapt.elastic.state import fingerprint_of, side_of
 from dynadapt.elastic.worlds import current_session
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from dynadapt.elastic.outcome import MigrationReport
+    from dynadapt.elastic.plan_report import PlanReport
     from dynadapt.elastic.side import Side
     from dynadapt.elastic.worlds import Session
     from dynadapt.transport.simulate import Cluster, Simulation
@@ -124,6 +124,8 @@ def plan(
     b: Any,
     *,
     budget: int | None = None,
+    max_extra_bytes: int | None = None,
+    mode: Literal["keep", "park", "release"] = "keep",
     narrow: Literal["if-exact", "allow", "refuse"] = "if-exact",
     on_drift: Literal["error", "warn", "take-first"] = "error",
     allow: Collection[str] = (),
@@ -143,6 +145,8 @@ def plan(
     """
     settings = _settings(
         budget=budget,
+        max_extra_bytes=max_extra_bytes,
+        mode=mode,
         narrow=narrow,
         on_drift=on_drift,
         allow=allow,
@@ -150,8 +154,7 @@ def plan(
         target_map=target_map,
         timeout=timeout,
     )
-    matched, seats = migration.plan(session or current_session(), _state(a), _state(b), settings)
-    return PlanReport.of(matched, seats)
+    return migration.plan(session or current_session(), _state(a), _state(b), settings)
 
 
 def migrate(
@@ -159,7 +162,8 @@ def migrate(
     target: Any,
     *,
     budget: int | None = None,
-    mode: Literal["keep", "park"] = "keep",
+    max_extra_bytes: int | None = None,
+    mode: Literal["keep", "park", "release"] = "keep",
     timeout: float | None = None,
     on_drift: Literal["error", "warn", "take-first"] = "error",
     allow: Collection[str] = (),
@@ -173,15 +177,22 @@ def migrate(
 
     Call it at a step boundary, with both built: the target as its framework builds it, from the same
     model and optimizer classes; its values are overwritten. Pass None for a side that a rank has no
-    part in. After it the target trains on; the source is untouched (with `mode="park"` it was moved to
-    host memory first, and after success its device memory stays free).
+    part in. After it the target trains on.
 
-    `budget`: staging bytes a seat may take (256 MiB). `timeout`: seconds a phase may take (300); a rank
-    that shows no life for 30 s, or `timeout` if less, counts as lost. `on_drift`: what to do where
-    replicas of a parameter or a state differ: refuse (`"error"`), go on with the first holder's and warn
-    (`"warn"`), or do so as a wanted outcome (`"take-first"`). `allow`: any of `"extra"` (leave source
-    state behind), `"missing"` (keep the target's own), `"tie"`, `"step"`. `narrow`: whether floats may
-    lose bits. `on_phase` is called with each phase's name as it begins.
+    `mode` says what becomes of the source meanwhile. `"keep"`: it is only read. `"park"`: it is moved to
+    host memory first. `"release"`: its memory is freed as its state is placed and proven in the target,
+    so that the peak is near the larger of the two states; it holds nothing after success, as with
+    `"park"`, and is moved back from the target after a failure. That takes every rank: with
+    `"release"`, a rank that dies after memory was freed takes the source with it (`source-lost`).
+
+    `budget`: staging bytes a seat may take (256 MiB). `max_extra_bytes`: refuse (`over-limit`) where a
+    seat would hold more than so many bytes beyond what it holds now, staging included. `timeout`:
+    seconds a phase may take (300); a rank that shows no life for 30 s, or `timeout` if less, counts as
+    lost. `on_drift`: what to do where replicas of a parameter or a state differ: refuse (`"error"`), go
+    on with the first holder's and warn (`"warn"`), or do so as a wanted outcome (`"take-first"`).
+    `allow`: any of `"extra"` (leave source state behind), `"missing"` (keep the target's own), `"tie"`,
+    `"step"`. `narrow`: whether floats may lose bits. `on_phase` is called with each phase's name as it
+    begins.
 
     `source_map` and `target_map` are for models whose tensors have other names or shapes: each is a
     `TensorMap` from the names of its side to common ones, so one map serves both ways, whichever side
@@ -199,6 +210,7 @@ def migrate(
     """
     settings = _settings(
         budget=budget,
+        max_extra_bytes=max_extra_bytes,
         mode=mode,
         narrow=narrow,
         on_drift=on_drift,

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 AuxPolicy = Literal["replicated", "per-rank"]
-OutcomeKind = Literal["exact", "derived", "reseeded", "dropped"]
+OutcomeKind = Literal["exact", "derived", "reseeded", "dropped", "kept"]
 
 
 @runtime_checkable

@@ -53,10 +53,8 @@ def certify(run: Run) -> str:
     return run.print_of(compared.values)
 
 
-def totals(run: Run) -> dict[str, int]:
+def totals(run: Run) -> dict[str, Any]:
     """Byte counts over all seats."""
-    made = run.own_target.allocated if run.own_target is not None else 0
-    parked = run.parked.nbytes if run.parked is not None else 0
     rebuilt = run.moved.filled
     if run.own_target is not None:
         derived = {s.key: s for s in run.target.layout.keys if s.derived}
@@ -67,16 +65,30 @@ def totals(run: Run) -> dict[str, int]:
         )
     moved = run.moved
     sums = np.array([moved.received, run.seat_plan.minimum, rebuilt, moved.copied], np.int64)
-    most = np.array(
-        [made + parked + moved.peak_staging, moved.peak_staging, moved.chunks], np.int64
-    )
+    most = np.array([moved.peak_staging, moved.chunks], np.int64)
     sums = run.control.combine("total", sums, np.add)
     most = run.control.combine("most", most, np.maximum)
     names = ("bytes_moved", "bytes_minimum", "bytes_rebuilt", "bytes_resident")
-    tops = ("peak_extra_bytes", "staging_bytes", "chunks")
+    tops = ("staging_bytes", "chunks")
     return {
         **{name: int(v) for name, v in zip(names, sums, strict=True)},
         **{name: int(v) for name, v in zip(tops, most, strict=True)},
+        **_memory(run),
+    }
+
+
+def _memory(run: Run) -> dict[str, Any]:
+    """What each seat promised to hold at most, and what it held."""
+    mine = run.meter.stop() if run.meter is not None else None
+    measured = run.control.gather_values("measured", mine)
+    known = [value for value in measured.values() if value is not None]
+    return {
+        "peak_extra_bytes": max(max(p["peak"], p["host"]) for p in run.promises.values()),
+        "measured_extra_bytes": max(known) if len(known) == len(measured) else None,
+        "memory": {
+            str(seat): {**promise, "measured": measured[seat]}
+            for seat, promise in run.promises.items()
+        },
     }
 
 

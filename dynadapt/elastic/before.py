@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.elastic import checks, drift, memory
+from dynadapt.elastic.contract import over_limit, parking, promised
 from dynadapt.elastic.cutting import cut_chunks
+from dynadapt.elastic.deferred import Deferred
 from dynadapt.elastic.naming import Naming, Own, renamed
 from dynadapt.elastic.parked import Parked, Woken
+from dynadapt.elastic.release import cannot_undo, rounds_for, shared_with
 from dynadapt.elastic.side import unite
 from dynadapt.elastic.state import ballot, parked_findings, refuse
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import Outcome, TrainState
 from dynadapt.registry import adapter_for
-from dynadapt.transport.executor import staging_bytes
 from dynadapt.transport.hashing import Wanted
 from dynadapt.transport.match import match
 from dynadapt.transport.plan import Options
@@ -73,19 +76,33 @@ def _prepare(run: Run) -> None:
     run.wanted = _in_target_names(run, before)
     if before is not None:
         needed = memory.state_to_make(run.wanted.keys, before)
-    _check_memory(run, "room", "new optimizer state", needed)
-    if run.settings.mode == "park" and run.own_source is not None and not run.source.readers:
+    parks = run.settings.mode == "park" and run.own_source is not None
+    if parks and run.own_source is not None and not run.source.readers:
+        run.parking = parking(run.own_source.buffers)
+    if run.settings.mode != "release":
+        _check_memory(run, "room", "new optimizer state", needed, run.parking[1])
+    else:
+        _check_memory(run, "room", "the migration", 0, 0)
+    taken = run.settings.mode != "keep" and run.own_source is not None and not run.source.readers
+    if taken and run.x_target is not None:
         model = TrainState.of(run.x_source).model
-        if run.x_target is not None and TrainState.of(run.x_target).model is model:
-            cause = "source and target are the same model, which cannot be parked away"
+        if TrainState.of(run.x_target).model is model:
+            cause = "source and target are the same model, whose memory cannot be taken away"
             refuse([Finding("bad-argument", "mode", cause, "use mode='keep'")])
-        run.parked = Parked(model, run.own_source.buffers)
+        if before is not None and run.own_source is not None:
+            refuse(shared_with(run.own_source, before))
+    if parks and taken and not run.dry and run.own_source is not None:
+        run.parked = Parked(TrainState.of(run.x_source).model, run.own_source.buffers)
         run.parked.park()
     if run.target_adapter is not None and before is not None:
         run.preparing = True
         aux = {item.path: item for item in before.aux}
         unlike = checks.optimizers_differ(run.source.aux, aux, run.settings.allow)
-        run.own_target = run.target_adapter.prepare(run.x_target, run.wanted.keys)
+        deferred = Deferred() if run.settings.mode == "release" else None
+        with deferred or nullcontext():
+            run.own_target = run.target_adapter.prepare(run.x_target, run.wanted.keys)
+        if deferred is not None:
+            run.deferred = deferred.settle(run.own_target.buffers)
         run.lacking = [finding for finding in unlike if finding.reason == "missing-key"]
         refuse(finding for finding in unlike if finding not in run.lacking)
     blank = None  # what the target says of steps and hyperparameters is about to be replaced
@@ -112,20 +129,28 @@ def _in_target_names(run: Run, before: Described | None) -> Own:
     return Naming("target", tensor_map, side.layout.keys).of(source)
 
 
-def _check_memory(run: Run, name: str, what: str, needed: int) -> None:
-    """Refuse, on all seats alike, what does not fit the memory of some host."""
+def _check_memory(run: Run, name: str, what: str, needed: int, host: int) -> None:
+    """Refuse, on all seats alike, what does not fit a device, or the memory of a host."""
     device = run.device()
-    free = memory.available_bytes(device)
-    told = run.control.gather_values(name, [needed, free, run.session.host])
-    place = device if device.startswith("cuda") else ""
-    findings = memory.too_little(
-        what,
-        {seat: int(n) for seat, (n, _, _) in told.items()},
-        {seat: free for seat, (_, free, _) in told.items()},
-        {seat: f"{host}{f'/{seat}' if place else ''}" for seat, (_, _, host) in told.items()},
-    )
+    on_cuda = device.startswith("cuda")
+    pools = {"host": (host if on_cuda else max(host, needed), memory.available_bytes())}
+    if on_cuda:
+        pools["device"] = (needed, memory.available_bytes(device))
+    told = run.control.gather_values(name, [pools, run.session.host])
+    findings = []
+    for pool in ("host", "device"):
+        there = {seat: report[pool] for seat, (report, _) in told.items() if pool in report}
+        findings += memory.too_little(
+            what,
+            {seat: int(n) for seat, (n, _) in there.items()},
+            {seat: free for seat, (_, free) in there.items()},
+            {
+                seat: f"{host}/{seat}" if pool == "device" else host
+                for seat, (_, host) in told.items()
+            },
+        )
     refuse(findings)
-    run.hosts = {seat: str(host) for seat, (_, _, host) in told.items()}
+    run.hosts = {seat: str(host) for seat, (_, host) in told.items()}
 
 
 def make_plan(run: Run) -> None:
@@ -150,8 +175,28 @@ def make_plan(run: Run) -> None:
     seat = run.session.seat
     run.seat_plan = remembered_plan(seat, source, target, run.matched, run.options)
     refuse(run.told(run.seat_plan.findings))
-    run.chunk_list = cut_chunks(run.control, run.seat_plan, settings.budget)
-    _check_memory(run, "staging", "staging", staging_bytes(run.chunk_list))
+    if settings.mode == "release":
+        refuse(run.told(cannot_undo(run)))
+        run.release = rounds_for(run)
+        run.outcomes += run.release.outcome()
+        run.chunk_list = tuple(c for each in run.release.rounds for c in each.chunks)
+    else:
+        run.chunk_list = cut_chunks(run.control, run.seat_plan, settings.budget)
+    _promise(run)
+
+
+def _promise(run: Run) -> None:
+    """Every seat says what it will hold; too much, on any of them, is refused before a byte moves."""
+    mine = promised(run)
+    promises = run.control.gather_values("promise", mine.to_json())
+    run.promises = {seat: dict(promise) for seat, promise in promises.items()}
+    refuse(over_limit(run.promises, run.settings.max_extra_bytes))
+    there = 0 if run.settings.mode == "release" else mine.made  # in use by now
+    parked = run.parking[2] if run.parked is not None else 0
+    left = max(mine.peak - there, 0), max(mine.host - parked, 0)
+    if run.device() == "cpu":
+        left = (max(mine.peak - there - parked, 0),) * 2
+    _check_memory(run, "peak", "the migration", *left)
 
 
 def _count_source(run: Run) -> frozenset[Key]:

@@ -19,17 +19,20 @@ CUTS = 16
 """How often chunks are cut finer before the budget is called too small."""
 
 
-def cut_chunks(control: Control, plan: SeatPlan, budget: int) -> tuple[Chunk, ...]:
+def cut_chunks(
+    control: Control, plan: SeatPlan, budget: int, name: str = "all"
+) -> tuple[Chunk, ...]:
     """The coarsest chunks of this seat's plan whose staging fits the budget of every seat.
 
-    All seats call it and cut alike. Raises `Refused` (reason `budget`) on all of them where even the
-    finest cut does not fit.
+    All seats call it and cut alike; `name` tells two calls of one control apart. Raises `Refused`
+    (reason `budget`) on all of them where even the finest cut does not fit.
     """
-    cut = slicing(control.gather_values("load", load(plan)).values(), budget)
+    cut = slicing(control.gather_values(f"load/{name}", load(plan)).values(), budget)
     staging = 0
     for trial in range(CUTS):
         found = chunks(plan, cut)
-        staging = max(control.gather_values(f"staging/{trial}", staging_bytes(found)).values())
+        told = control.gather_values(f"staging/{name}/{trial}", staging_bytes(found))
+        staging = max(told.values())
         if staging <= budget:
             return found
         cut = finer(cut, staging, budget)

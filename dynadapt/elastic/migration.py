@@ -2,17 +2,19 @@
 
     quiesce -> describe -> prepare -> plan -> agree -> move -> finish -> certify -> commit
 
-Every phase ends in a vote. Until the last one the source is only read (or parked, and put back), so
-any failure, on any seat, in any phase, leaves it as it was. `before` has the phases up to the move,
-`after` those from it on, `undo` the way back.
+Every phase ends in a vote. Until the last one the source is only read (or parked, and put back; or
+released, and given back), so any failure, on any seat, in any phase, leaves it as it was. `before` has
+the phases up to the move, `after` those from it on, `undo` the way back.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dynadapt.elastic import after, before, rng
+from dynadapt.elastic import after, before, release, rng
 from dynadapt.elastic.outcome import MigrationReport
+from dynadapt.elastic.peak import Meter, current_device
+from dynadapt.elastic.plan_report import PlanReport
 from dynadapt.elastic.run import PHASES, OnPhase, Run
 from dynadapt.elastic.undo import undo
 from dynadapt.transport.executor import execute
@@ -21,7 +23,6 @@ from dynadapt.transport.planner import plan_for
 if TYPE_CHECKING:
     from dynadapt.elastic.settings import Settings
     from dynadapt.elastic.worlds import Session
-    from dynadapt.transport.plan import Match, SeatPlan
 
 __all__ = ["PHASES", "migrate", "plan"]
 
@@ -40,18 +41,18 @@ def migrate(
     run = Run(session, source, target, settings, on_phase)
     try:
         return _whole(run)
-    except BaseException:
-        undo(run)
+    except BaseException as error:
+        undo(run, error)
         raise
     finally:
+        if run.meter is not None:
+            run.meter.stop()
         run.control.close()
 
 
-def plan(
-    session: Session, source: Any, target: Any, settings: Settings
-) -> tuple[Match, dict[int, SeatPlan]]:
-    """The plan of every seat, by seat, without moving anything: the target is left as it was."""
-    run = Run(session, source, target, settings)
+def plan(session: Session, source: Any, target: Any, settings: Settings) -> PlanReport:
+    """The plan of every seat, without moving anything: both sides are left as they were."""
+    run = Run(session, source, target, settings, dry=True)
     try:
         before.prologue(run)
         with run.phase("plan", last=True):
@@ -62,7 +63,7 @@ def plan(
             if seat != session.seat
         }
         every[session.seat] = run.seat_plan
-        return run.matched, every
+        return PlanReport.of(run.matched, every, run.promises, run.warnings)
     finally:
         undo(run)
         run.control.close()
@@ -70,6 +71,7 @@ def plan(
 
 def _whole(run: Run) -> MigrationReport:
     """All phases."""
+    run.meter = Meter(current_device())
     before.prologue(run)
     with run.phase("plan"):
         before.make_plan(run)
@@ -86,6 +88,7 @@ def _whole(run: Run) -> MigrationReport:
     with run.phase("commit", last=True):
         pass
     run.committed = True
+    release.settle(run)
     if run.woken is not None:
         run.woken.settle()
     if streams is not None:
@@ -106,6 +109,9 @@ def _whole(run: Run) -> MigrationReport:
 
 def _move(run: Run) -> None:
     """All bytes."""
+    if run.release is not None:
+        run.moved = release.move(run, run.release)
+        return
     run.moved = execute(
         run.seat_plan,
         run.chunk_list,

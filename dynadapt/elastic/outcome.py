@@ -44,8 +44,10 @@ class MigrationReport:
 
     Byte counts are sums over all seats: `bytes_moved` crossed between seats, `bytes_minimum` had to,
     `bytes_rebuilt` were made in place (derived copies and zeros), `bytes_resident` were copied inside a
-    seat. `peak_extra_bytes` is the most that one seat held beyond both states as they were: staging,
-    plus state that `prepare` had to make. `seconds` are by phase, `pause_seconds` the whole.
+    seat. `peak_extra_bytes` is the most that one seat was promised to hold beyond both states as they
+    were, `measured_extra_bytes` the most that one did hold (of its process; None where the system does
+    not say), and `memory` has both by seat, with what the promise was made of. `seconds` are by phase,
+    `pause_seconds` the whole.
     """
 
     bytes_moved: int
@@ -53,6 +55,7 @@ class MigrationReport:
     bytes_rebuilt: int
     bytes_resident: int
     peak_extra_bytes: int
+    measured_extra_bytes: int | None
     staging_bytes: int
     chunks: int
     seconds: dict[str, float]
@@ -62,6 +65,7 @@ class MigrationReport:
     warnings: tuple[Finding, ...] = ()
     source: dict[str, Any] = field(default_factory=dict)
     target: dict[str, Any] = field(default_factory=dict)
+    memory: dict[str, dict[str, int | None]] = field(default_factory=dict)
 
     @property
     def pause_seconds(self) -> float:
@@ -76,6 +80,8 @@ class MigrationReport:
             "bytes_rebuilt": self.bytes_rebuilt,
             "bytes_resident": self.bytes_resident,
             "peak_extra_bytes": self.peak_extra_bytes,
+            "measured_extra_bytes": self.measured_extra_bytes,
+            "memory": self.memory,
             "staging_bytes": self.staging_bytes,
             "chunks": self.chunks,
             "seconds": {name: round(value, 6) for name, value in self.seconds.items()},
@@ -98,7 +104,8 @@ class MigrationReport:
             ("minimum", self.bytes_minimum),
             ("rebuilt", self.bytes_rebuilt),
             ("resident", self.bytes_resident),
-            ("peak extra a seat", self.peak_extra_bytes),
+            ("peak extra a seat, promised", self.peak_extra_bytes),
+            ("peak extra a seat, measured", self.measured_extra_bytes or 0),
         ):
             table.add_row(name, human(nbytes))
         phases = ", ".join(f"{name} {value:.3f}" for name, value in self.seconds.items())

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from dynadapt.protocols import Buffer
 
-__all__ = ["Parked", "Woken", "is_parked"]
+__all__ = ["Parked", "Woken", "is_parked", "left"]
 
 
 class _HostCopy:
@@ -44,6 +44,11 @@ _parked: WeakKeyDictionary[Any, tuple[Buffer, ...]] = WeakKeyDictionary()
 def is_parked(model: Any) -> bool:
     """Whether a model's state was parked and moved away, so that it holds nothing."""
     return model in _parked
+
+
+def left(model: Any, buffers: Mapping[str, Buffer]) -> None:
+    """A model's state has moved away and its buffers are freed; see `is_parked`."""
+    _parked[model] = tuple(buffers.values())
 
 
 class Woken:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.elastic.outcome import human, printed
 from dynadapt.transport.cost import LINKS, price
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
+    from dynadapt.errors import Finding
     from dynadapt.transport.plan import Match, Pair, SeatPlan
 
 __all__ = ["PlanReport", "TensorPlan"]
@@ -32,13 +33,26 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """The union of all seats' plans; equal on every seat. `minimum` is what must cross, in bytes."""
+    """The union of all seats' plans; equal on every seat. `minimum` is what must cross, in bytes.
+
+    `memory` is what each seat would hold beyond what it holds now, at its worst moment (`peak`, and
+    `host` where its state lies on another device), and what that is made of; `warnings` what a
+    migration would warn of.
+    """
 
     seats: Mapping[int, SeatPlan]
     tensors: tuple[TensorPlan, ...]
+    memory: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    warnings: tuple[Finding, ...] = ()
 
     @classmethod
-    def of(cls, matched: Match, seats: Mapping[int, SeatPlan]) -> PlanReport:
+    def of(
+        cls,
+        matched: Match,
+        seats: Mapping[int, SeatPlan],
+        memory: Mapping[int, Mapping[str, int]] | None = None,
+        warnings: Iterable[Finding] = (),
+    ) -> PlanReport:
         """Collect per tensor what the seats' plans say."""
         counts: dict[Any, list[int]] = {}
         for seat_plan in seats.values():
@@ -61,7 +75,8 @@ class PlanReport:
                     _why(pair, moved, resident),
                 )
             )
-        return cls(dict(sorted(seats.items())), tuple(tensors))
+        told = tuple(dict.fromkeys(warnings))
+        return cls(dict(sorted(seats.items())), tuple(tensors), dict(memory or {}), told)
 
     @property
     def bytes_moved(self) -> int:
@@ -73,6 +88,11 @@ class PlanReport:
         """Bytes that have to."""
         return sum(plan.minimum for plan in self.seats.values())
 
+    @property
+    def peak_extra_bytes(self) -> int:
+        """The most that one seat would hold beyond what it holds now."""
+        return max((max(m["peak"], m["host"]) for m in self.memory.values()), default=0)
+
     def seconds(self, link: str) -> float:
         """Seconds on a named link of `dynadapt.transport.cost.LINKS`."""
         return price(self.seats, link)
@@ -82,6 +102,9 @@ class PlanReport:
         return {
             "bytes_moved": self.bytes_moved,
             "bytes_minimum": self.bytes_minimum,
+            "peak_extra_bytes": self.peak_extra_bytes,
+            "memory": {str(seat): dict(figures) for seat, figures in self.memory.items()},
+            "warnings": [finding.to_json() for finding in self.warnings],
             "seconds": {link: self.seconds(link) for link in LINKS},
             "tensors": [
                 {
@@ -115,11 +138,14 @@ class PlanReport:
         if len(self.tensors) > 40:
             tensors.add_row(f"... {len(self.tensors) - 40} more", *[""] * 6)
         seats = Table(title="plan, by seat")
-        for column in ("seat", "in", "out", "messages"):
+        for column in ("seat", "in", "out", "messages", "peak extra"):
             seats.add_column(column)
         for seat, plan in self.seats.items():
             pieces = len(plan.receives) + len(plan.sends)
-            seats.add_row(str(seat), human(plan.bytes_in), human(plan.bytes_out), str(pieces))
+            peak = self.memory.get(seat, {}).get("peak")
+            extra = "" if peak is None else human(peak)
+            figures = (human(plan.bytes_in), human(plan.bytes_out), str(pieces), extra)
+            seats.add_row(str(seat), *figures)
         links = Table(title="seconds of transfer, by link")
         for link in LINKS:
             links.add_column(link)

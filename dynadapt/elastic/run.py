@@ -14,8 +14,12 @@ from dynadapt.transport.executor import Moved
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    import torch
+
     from dynadapt.elastic.naming import Own
     from dynadapt.elastic.parked import Parked, Woken
+    from dynadapt.elastic.peak import Meter
+    from dynadapt.elastic.release import Release
     from dynadapt.elastic.settings import Settings
     from dynadapt.elastic.side import Side
     from dynadapt.elastic.worlds import Session
@@ -62,7 +66,10 @@ class Run:
         target: Any,
         settings: Settings,
         on_phase: OnPhase | None = None,
+        *,
+        dry: bool = False,
     ) -> None:
+        self.dry = dry
         self.session, self.settings, self.on_phase = session, settings, on_phase
         self.x_source, self.x_target = source, target
         self.number, self.control = control_of(session, settings)
@@ -76,6 +83,11 @@ class Run:
         self.committed = False
         self.parked: Parked | None = None
         self.woken: Woken | None = None
+        self.parking = (0, 0, 0)
+        self.deferred: dict[str, tuple[torch.UntypedStorage, int]] = {}
+        self.release: Release | None = None
+        self.promises: dict[int, dict[str, int]] = {}
+        self.meter: Meter | None = None
         self.channel: Channel | None = None
         self.outcomes: list[Outcome] = []
         self.warnings: list[Finding] = []

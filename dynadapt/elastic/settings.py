@@ -23,7 +23,8 @@ class Settings:
     """What a user may decide; must be equal on every seat."""
 
     budget: int = DEFAULT_BUDGET
-    mode: Literal["keep", "park"] = "keep"
+    max_extra_bytes: int | None = None
+    mode: Literal["keep", "park", "release"] = "keep"
     narrow: Literal["if-exact", "allow", "refuse"] = "if-exact"
     on_drift: Literal["error", "warn", "take-first"] = "error"
     allow: frozenset[str] = frozenset()
@@ -35,6 +36,7 @@ class Settings:
         """One plain value an argument, equal on seats that were given equal ones."""
         return {
             "budget": self.budget,
+            "max_extra_bytes": self.max_extra_bytes,
             "mode": self.mode,
             "narrow": self.narrow,
             "on_drift": self.on_drift,
@@ -47,8 +49,8 @@ class Settings:
     def findings(self) -> list[Finding]:
         """What is wrong with them. Not raised when made: all seats are to be told, not one."""
         findings = []
-        if self.mode not in {"keep", "park"}:
-            findings.append(_bad("mode", self.mode, "'keep' or 'park'"))
+        if self.mode not in {"keep", "park", "release"}:
+            findings.append(_bad("mode", self.mode, "'keep', 'park' or 'release'"))
         if self.narrow not in {"if-exact", "allow", "refuse"}:
             findings.append(_bad("narrow", self.narrow, "'if-exact', 'allow' or 'refuse'"))
         if self.on_drift not in {"error", "warn", "take-first"}:
@@ -60,6 +62,9 @@ class Settings:
             )
         if type(self.budget) is not int or self.budget < 64 << 10:
             findings.append(_bad("budget", self.budget, "a whole number of at least 65536 bytes"))
+        limit = self.max_extra_bytes
+        if limit is not None and (type(limit) is not int or limit < 0):
+            findings.append(_bad("max_extra_bytes", limit, "a whole number of bytes, or None"))
         if not self.timeouts.phase > 0:
             findings.append(_bad("timeout", self.timeouts.phase, "more than 0 seconds"))
         maps: dict[str, object] = {"source_map": self.source_map, "target_map": self.target_map}

@@ -1,9 +1,14 @@
-"""After a failure: the channel broken, `prepare` undone, a parked source put back."""
+"""After a failure: the channel broken, the source given back, `prepare` undone."""
 
 from __future__ import annotations
 
 import warnings
 from typing import TYPE_CHECKING
+
+from dynadapt.elastic import parked
+from dynadapt.elastic.giveback import give_back
+from dynadapt.errors import MigrationAborted
+from dynadapt.protocols import TrainState
 
 if TYPE_CHECKING:
     from dynadapt.elastic.run import Run
@@ -11,10 +16,12 @@ if TYPE_CHECKING:
 __all__ = ["undo"]
 
 
-def undo(run: Run) -> None:
+def undo(run: Run, error: BaseException | None = None) -> None:
     """Take a failed run back, each part of it whatever became of the others.
 
-    After the commit there is nothing to undo: the other seats have gone on with the target.
+    After the commit there is nothing to undo: the other seats have gone on with the target. Raises
+    `MigrationAborted` (`source-lost`) where `mode="release"` had freed source buffers that cannot be
+    given back, because a seat is gone or its target was changed; the target is then left as it is.
     """
     if run.committed:
         return
@@ -22,13 +29,52 @@ def undo(run: Run) -> None:
         if run.channel is not None:
             run.channel.abort()
     finally:
+        _give_back(run, error)
         try:
+            if run.release is not None:
+                run.release.whole_target()
             if run.preparing and run.target_adapter is not None:
                 run.target_adapter.abandon(run.x_target)
-        except Exception as error:
-            warnings.warn(f"the target could not be undone: {error!r}", stacklevel=2)
+        except Exception as failure:
+            warnings.warn(f"the target could not be undone: {failure!r}", stacklevel=2)
         finally:
             if run.woken is not None:
                 run.woken.undo()
             if run.parked is not None:
                 run.parked.restore()
+
+
+def _give_back(run: Run, error: BaseException | None) -> None:
+    """In `release`: move back what was freed, on all seats if on any."""
+    if run.release is None or not _freed(run):
+        return
+    control = run.control.again("undo")
+    try:
+        with control.phase("undo"):
+            give_back(run, run.release, control)
+    except Exception as failure:
+        if run.own_source is not None:
+            parked.left(TrainState.of(run.x_source).model, run.own_source.buffers)
+        known = isinstance(error, MigrationAborted)
+        seat = error.seat if known else run.session.seat  # type: ignore[union-attr]
+        phase = error.phase if known else "move"  # type: ignore[union-attr]
+        first = error.cause if known else repr(error)  # type: ignore[union-attr]
+        cause = failure.cause if isinstance(failure, MigrationAborted) else repr(failure)
+        raise MigrationAborted(
+            seat,
+            phase,
+            f"{first}\nand mode='release' had freed source memory that could not be given back, so "
+            f"the source is lost: {cause}\ngo back to a checkpoint",
+            findings=failure.findings if isinstance(failure, MigrationAborted) else (),
+            reason="source-lost",
+        ) from failure
+    finally:
+        control.close()
+
+
+def _freed(run: Run) -> bool:
+    """Whether any seat has freed anything."""
+    try:
+        return run.control.marked("freed")
+    except Exception:  # the store is lost
+        return bool(run.release and run.release.freed)

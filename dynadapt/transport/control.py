@@ -68,26 +68,47 @@ class Control:
         seats: Sequence[int],
         timeouts: Timeouts | None = None,
         on_outcome: Callable[[], None] = lambda: None,
+        beats: Store | None = None,
     ) -> None:
         self.seat = seat
         self.seats = tuple(sorted(seats))
         self.timeouts = timeouts or Timeouts()
         self._store = store
+        self._beats = store if beats is None else beats
         self._on_outcome = on_outcome
         self._voted = 0
         self._mine: list[str] = []
         self._stop = threading.Event()
         self._seen: dict[int, tuple[int, float]] = {}
         self._beat = threading.Thread(target=self._heartbeat, daemon=True)
-        self._beat.start()
+        if beats is None:
+            self._beat.start()
 
     def _heartbeat(self) -> None:
         interval = min(1.0, self.timeouts.vote / 5)
         while not self._stop.wait(interval):
             try:
-                self._store.add(f"beat/{self.seat}", 1)
+                self._beats.add(f"beat/{self.seat}", 1)
             except Exception:
                 return  # the store is gone; the main thread finds that out by itself
+
+    def again(self, name: str) -> Control:
+        """A control of the same seats after a failure of this one, which has to stay open meanwhile.
+
+        Seats that are late for it still count as alive: their heartbeat is this one's.
+        """
+        from torch.distributed.distributed_c10d import PrefixStore
+
+        store = PrefixStore(name, self._store)
+        return Control(store, self.seat, self.seats, self.timeouts, beats=self._beats)
+
+    def mark(self, name: str) -> None:
+        """Leave a mark that all seats see, before doing what it stands for."""
+        self._store.set(f"mark/{name}", "1")
+
+    def marked(self, name: str) -> bool:
+        """Whether any seat has left the mark; sure after a vote that all living seats took part in."""
+        return bool(self._store.check([f"mark/{name}"]))
 
     @contextmanager
     def phase(self, name: str, *, last: bool = False) -> Iterator[None]:
@@ -156,7 +177,7 @@ class Control:
 
     def _is_silent(self, seat: int) -> bool:
         """Whether a seat's heartbeat has not moved for longer than the vote timeout."""
-        beat = self._store.add(f"beat/{seat}", 0)
+        beat = self._beats.add(f"beat/{seat}", 0)
         now = time.monotonic()
         known = self._seen.get(seat)
         if known is None or known[0] != beat:
@@ -230,7 +251,8 @@ class Control:
     def close(self) -> None:
         """Stop the heartbeat and take this seat's messages out of the store. After the last vote."""
         self._stop.set()
-        self._beat.join(timeout=1.0)
+        if self._beat.is_alive():
+            self._beat.join(timeout=1.0)
         for key in self._mine:
             try:
                 self._store.delete_key(key)

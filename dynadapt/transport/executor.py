@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dynadapt.vps.keys import Key
     from dynadapt.vps.layout import Row
 
-__all__ = ["Moved", "Storage", "execute", "staging_bytes"]
+__all__ = ["Moved", "Storage", "execute", "staging_bytes", "staging_needed"]
 
 DIRECT = 64 << 10
 """Bytes from which a piece is a message of its own. Both ends must use the same number."""
@@ -69,6 +69,18 @@ class Storage:
         if row is None:
             raise KeyError(f"{key} {box}: no row of endpoint {endpoint} holds it here")
         return self.flat(row.buffer).as_strided(box.shape, row.strides, row.offset_of(box.lo))
+
+    def is_direct(self, endpoint: int, key: Key, box: Box, wire: str, device: str) -> bool:
+        """Whether `box` lies in one stretch, as `wire`, on `device`: told without touching its memory."""
+        row = self.find(endpoint, key, box)
+        if row is None or self._buffers[row.buffer].dtype != wire:
+            return False
+        dense = 1
+        for size, stride in zip(reversed(box.shape), reversed(row.strides), strict=True):
+            if size > 1 and stride != dense:
+                return False
+            dense *= size
+        return torch.device(self._buffers[row.buffer].device) == torch.device(device)
 
     def flat(self, buffer: str) -> torch.Tensor:
         """The 1-D tensor of a buffer; asked for once."""
@@ -118,6 +130,27 @@ def staging_bytes(chunk_list: Sequence[Chunk]) -> int:
         sum(-(-m.nbytes // ALIGN) * ALIGN for m in (*c.receives, *c.sends)) for c in chunk_list
     ]
     return 2 * max(sizes, default=0)
+
+
+def staging_needed(
+    chunk_list: Sequence[Chunk], matched: Match, source: Storage, target: Storage, device: str
+) -> int:
+    """The staging memory that `execute` will hold at its fullest, to the byte. Touches no tensor."""
+    halves, most = [0, 0], 0
+    for number, chunk in enumerate(chunk_list):
+        used = 0
+        for side, moves in ((target, chunk.receives), (source, chunk.sends)):
+            for move in moves:
+                if side is target:
+                    at = (move.target, move.key)
+                else:
+                    at = (move.source, matched.by_target[move.key].source.key)
+                large = move.nbytes >= DIRECT
+                if not (large and side.is_direct(*at, move.box, move.wire, device)):
+                    used += -(-move.nbytes // ALIGN) * ALIGN
+        halves[number % 2] = max(halves[number % 2], used)
+        most = max(most, sum(halves))
+    return most
 
 
 def execute(

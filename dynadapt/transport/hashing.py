@@ -14,12 +14,12 @@ from dynadapt.transport.certificate import weighted_sum
 from dynadapt.vps.box import Box
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from dynadapt.transport.executor import Storage
     from dynadapt.vps.keys import Key, KeySpec
 
-__all__ = ["MASK", "PIECE", "Wanted", "acts_for", "hash_of"]
+__all__ = ["MASK", "PIECE", "Wanted", "acts_for", "hash_of", "scratch_bytes"]
 
 MASK = (1 << 64) - 1
 PIECE = 1 << 20
@@ -79,3 +79,14 @@ def _pieces(box: Box, limit: int) -> Iterator[Box]:
                 hi = (*box.hi[:dim], min(at + rows, box.hi[dim]), *box.hi[dim + 1 :])
                 yield from _pieces(Box(lo, hi), limit)
             return
+
+
+def scratch_bytes(specs: Iterable[KeySpec]) -> int:
+    """The most that `hash_of` holds at once beside the tensors, for keys like these.
+
+    Weights of the longest dim with their making, a block of words and its products, and for a cast the
+    cast piece and a mark an element.
+    """
+    longest = max((max(spec.shape, default=1) for spec in specs), default=0)
+    casts = any(spec.derived for spec in specs)
+    return 3 * 8 * longest + 3 * (1 << 20) + (PIECE * 6 if casts else 0)
