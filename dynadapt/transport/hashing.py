@@ -12,6 +12,7 @@ import torch
 from dynadapt.transport._torch import as_words, cast_into, dtype_name, torch_dtype
 from dynadapt.transport.certificate import weighted_sum
 from dynadapt.vps.box import Box
+from dynadapt.vps.keys import itemsize
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -84,9 +85,11 @@ def _pieces(box: Box, limit: int) -> Iterator[Box]:
 def scratch_bytes(specs: Iterable[KeySpec]) -> int:
     """The most that `hash_of` holds at once beside the tensors, for keys like these.
 
-    Weights of the longest dim with their making, a block of words and its products, and for a cast the
-    cast piece and a mark an element.
+    Weights of the longest dim with their making, a block of words and its products (words narrower than
+    32 bits are widened), and for a cast the cast piece and a mark an element.
     """
-    longest = max((max(spec.shape, default=1) for spec in specs), default=0)
-    casts = any(spec.derived for spec in specs)
-    return 3 * 8 * longest + 3 * (1 << 20) + (PIECE * 6 if casts else 0)
+    every = tuple(specs)
+    longest = max((max(spec.shape, default=1) for spec in every), default=0)
+    widened = any(itemsize(spec.dtype) < 4 for spec in every)
+    casts = any(spec.derived for spec in every)
+    return 3 * 8 * longest + (3 << 19 if widened else 1 << 20) + (PIECE * 6 if casts else 0)

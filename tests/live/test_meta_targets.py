@@ -70,7 +70,8 @@ def test_memory_that_was_made_is_counted() -> None:
     tensors = [*model.parameters(), *model.buffers()]
     states = [v for s in target.optimizer.state.values() for v in s.values()]
     made = sum(t.nbytes for t in (*tensors, *states))
-    assert report.peak_extra_bytes == made + report.staging_bytes
+    assert report.memory["0"]["made"] == made
+    assert report.peak_extra_bytes >= made
 
 
 @pytest.mark.parametrize("how", ["plan", "refusal"])
