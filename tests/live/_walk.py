@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 #: What a job starts with, and no target is built with: hyperparameters have to travel.
 HYPER = {"lr": 0.02, "betas": (0.8, 0.9), "weight_decay": 3.0}
 
+#: The same of the model's persistent buffer.
+SCALE = (3.0, 4.0, 5.0)
+
 #: How far a step may be from plain torch's. Ranks add up a gradient in another order, or round its parts
 #: to 16 bits first (half of the last place is 2e-3 in bfloat16), and Adam passes on what that makes of it.
 #: A hyperparameter that stayed behind makes a tenth at least, a step count that is off by one 1e-4 up to
@@ -33,6 +36,7 @@ def start(recipe: str) -> Job:
     job = build("plain", RECIPES[recipe])
     for group in job.state.optimizer.param_groups:
         group.update(_oracle.changed(group, HYPER))
+    job.state.model.scale.copy_(torch.tensor(SCALE))
     for number in range(2):
         job.step(number)
     return job
@@ -87,13 +91,20 @@ def _hop(
     else:
         answer["moved"] = (report.bytes_moved, report.bytes_minimum)
         answer["equal"] = report.fingerprint_source == report.fingerprint_target
-        answer["differing"] = jobs.differing(held, target.tensors())
+        answer["differing"] = jobs.differing(held, target.tensors()) + _buffers(target)
     answer["changed"] = jobs.differing(held, job.tensors())
     if both or "refused" in answer:
         _, answer["source"] = _judged_step(job, held, taken)
     if "refused" not in answer:
         held, answer["target"] = _judged_step(target, held, taken)
     return target, held, answer
+
+
+def _buffers(job: Job) -> list[str]:
+    """The persistent buffers that are not what the job started with, where this rank has any."""
+    named = job.state.model.named_buffers()
+    found = [(name, each) for name, each in named if name.rpartition(".")[2] == "scale"]
+    return [name for name, each in found if tuple(each.float().tolist()) != SCALE]
 
 
 def _judged_step(
@@ -105,10 +116,10 @@ def _judged_step(
     )
     own = job.step(taken)
     after = job.tensors()
-    return after, {"loss": abs(own - loss), **_gaps(expected, after)}
+    return after, {"loss": abs(own - loss), **gaps(expected, after)}
 
 
-def _gaps(expected: jobs.Tensors, found: jobs.Tensors) -> dict[str, float]:
+def gaps(expected: jobs.Tensors, found: jobs.Tensors) -> dict[str, float]:
     """The largest distance over all tensors, in parts of the slot's largest change or value."""
     assert sorted(expected) == sorted(found)
     worst: dict[str, float] = {}

@@ -43,7 +43,8 @@ ABOUT = {
     "zero3offp": "with offload_optimizer and offload_param to the CPU",
 }
 
-#: Without ZeRO DeepSpeed divides gradients by a scale that the loss was not multiplied by.
+#: Without ZeRO DeepSpeed divides gradients by a scale that the loss was not multiplied by, as
+#: `test_framework_faults` shows.
 CONFIG = {"zero0-fp16": {"fp16": {"enabled": True, "loss_scale": 1}}}
 CONFIG["zero0fused-fp16"] = CONFIG["zero0-fp16"]
 
