@@ -1,0 +1,130 @@
+"""Stretches of files as buffers: what rows of a file endpoint point into, read without any framework."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections import OrderedDict
+from dataclasses import dataclass
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dynadapt.errors import Finding, Refused
+from dynadapt.vps.keys import itemsize
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+
+__all__ = ["FileBuffer", "mapped", "raw_dtype"]
+
+MAPS = 256
+"""Files kept mapped: a map costs an entry of the kernel's table, not memory."""
+
+#: Floats that numpy lacks, as the unsigned integer of their size.
+_RAW = {
+    "bfloat16": "u2",
+    "float8_e4m3fn": "u1",
+    "float8_e4m3fnuz": "u1",
+    "float8_e5m2": "u1",
+    "float8_e5m2fnuz": "u1",
+    "float8_e8m0fnu": "u1",
+}
+
+
+def raw_dtype(dtype: str) -> np.dtype[Any]:
+    """The numpy dtype, little-endian, that holds a dtype's bits.
+
+    >>> raw_dtype("bfloat16"), raw_dtype("float32")
+    (dtype('uint16'), dtype('float32'))
+    """
+    return np.dtype(_RAW.get(dtype, dtype)).newbyteorder("<")
+
+
+_maps: OrderedDict[tuple[str, int, int, int], mmap.mmap] = OrderedDict()
+_lock = Lock()
+
+
+def mapped(path: str) -> memoryview:
+    """A whole file, mapped read-only; raises `Refused` (`unreadable-file`).
+
+    A file that was replaced or has grown is mapped anew.
+    """
+    try:
+        with open(path, "rb") as file:
+            told = os.fstat(file.fileno())
+            if not told.st_size:
+                return memoryview(b"")
+            at = (path, told.st_ino, told.st_size, told.st_mtime_ns)
+            with _lock:
+                found = _maps.get(at)
+                if found is None:
+                    found = _maps[at] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                    while len(_maps) > MAPS:
+                        _maps.popitem(last=False)  # closed when its last view is gone
+                _maps.move_to_end(at)
+                return memoryview(found)
+    except OSError as error:
+        cause = f"cannot be read: {error.strerror or error}"
+        raise Refused([Finding("unreadable-file", path, cause)]) from error
+
+
+@dataclass(frozen=True, slots=True)
+class FileBuffer:
+    """`numel` elements of `dtype` that start `offset` bytes into a file.
+
+    >>> import tempfile, pathlib
+    >>> at = pathlib.Path(tempfile.mkdtemp()) / "x"
+    >>> _ = at.write_bytes(bytes(4) + np.arange(3, dtype="<f4").tobytes())
+    >>> FileBuffer(str(at), "float32", 4, 3).array()
+    array([0., 1., 2.], dtype=float32)
+    """
+
+    path: str
+    dtype: str
+    offset: int
+    numel: int
+
+    @property
+    def device(self) -> str:
+        """Files are read by the host."""
+        return "cpu"
+
+    @property
+    def nbytes(self) -> int:
+        """Its length in bytes."""
+        return self.numel * itemsize(self.dtype)
+
+    def array(self) -> NDArray[Any]:
+        """The elements, 1-D, read-only, in `raw_dtype`; raises `Refused` (`truncated-file`)."""
+        data = mapped(self.path)
+        if self.offset < 0 or self.offset + self.nbytes > len(data):
+            cause = (
+                f"ends at byte {len(data):,}, and bytes {self.offset:,} to "
+                f"{self.offset + self.nbytes:,} are declared"
+            )
+            fix = "copy it again, or leave this checkpoint out"
+            raise Refused([Finding("truncated-file", self.path, cause, fix)])
+        return np.frombuffer(data, raw_dtype(self.dtype), self.numel, self.offset)
+
+    def tensor(self) -> torch.Tensor:
+        """The same as a 1-D torch tensor, to be read only: it lies over the file's map."""
+        import warnings
+
+        import torch
+
+        kind = getattr(torch, self.dtype)
+        if not self.numel:
+            return torch.empty(0, dtype=kind)
+        raw = self.array().view(f"u{min(itemsize(self.dtype), 8)}")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # not writable: it is a map
+            return torch.from_numpy(raw).view(kind)
+
+    def free(self) -> None:
+        """Nothing is held."""
+
+    def refill(self) -> None:
+        """Nothing was freed."""
