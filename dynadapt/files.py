@@ -40,7 +40,8 @@ def raw_dtype(dtype: str) -> np.dtype[Any]:
     >>> raw_dtype("bfloat16"), raw_dtype("float32")
     (dtype('uint16'), dtype('float32'))
     """
-    return np.dtype(_RAW.get(dtype, dtype)).newbyteorder("<")
+    found: np.dtype[Any] = np.dtype(_RAW.get(dtype, dtype)).newbyteorder("<")
+    return found
 
 
 _maps: OrderedDict[tuple[str, int, int, int], mmap.mmap] = OrderedDict()

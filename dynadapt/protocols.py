@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from dynadapt.vps.keys import KeySpec
     from dynadapt.vps.layout import Row
+    from dynadapt.vps.spec import LayoutSpec
 
 __all__ = [
     "Adapter",
@@ -23,6 +24,7 @@ __all__ = [
     "Buffer",
     "Channel",
     "Described",
+    "FileTarget",
     "Outcome",
     "Posted",
     "TrainState",
@@ -141,6 +143,25 @@ class TrainState:
     def of(cls, x: Any) -> TrainState:
         """`x` itself if it is a `TrainState`, else a state whose model is `x`."""
         return x if isinstance(x, TrainState) else cls(model=x)
+
+
+@dataclass(eq=False)
+class FileTarget:
+    """A checkpoint to be written: a folder that is there and empty, its format and layout.
+
+    `layout` is None for formats that have none. `order` lists all parameter names as the model has
+    them, `groups` the optimizer's, where the source does not say. `options` are the format's own.
+    `crcs` are CRC-32 sums by buffer of what was written, where whoever wrote it has taken them.
+    """
+
+    path: str
+    format: str
+    layout: LayoutSpec | None = None
+    order: tuple[str, ...] = ()
+    groups: tuple[tuple[str, ...], ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    crcs: dict[str, int] = field(default_factory=dict)
+    made: Any = None
 
 
 Agree = Callable[[], None]

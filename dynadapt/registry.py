@@ -12,10 +12,11 @@ import importlib.metadata
 import sys
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from dynadapt.errors import DynadaptError
-from dynadapt.protocols import Adapter, TrainState
+from dynadapt.protocols import Adapter, FileTarget, TrainState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,6 +96,13 @@ _BUILT_IN = (
 )
 
 
+_FORMATS = (
+    Entry("deepspeed", "dynadapt.adapters.checkpoints.deepspeed_dir:DeepSpeedDir", ()),
+    Entry("safetensors", "dynadapt.adapters.checkpoints.safetensors_dir:SafetensorsDir", ()),
+)
+"""Checkpoint formats, the most specific first. Their modules need no framework, so each is asked itself."""
+
+
 _registered: dict[str, Adapter] = {}
 
 
@@ -117,7 +125,7 @@ def _points() -> tuple[importlib.metadata.EntryPoint, ...]:
 
 def entries() -> tuple[Entry, ...]:
     """All adapters, built-ins first; lists entry points without importing them."""
-    found = list(_BUILT_IN)
+    found = [*_BUILT_IN, *_FORMATS]
     taken = {entry.name for entry in found}
     for point in _points():
         if point.name in taken:
@@ -140,7 +148,7 @@ def adapter_for(x: Any) -> Adapter:
         if adapter.accepts(x):  # type: ignore[attr-defined]
             return adapter
     broken: list[str] = []
-    for entry in entries()[len(_BUILT_IN) :]:
+    for entry in entries()[len(_BUILT_IN) + len(_FORMATS) :]:
         try:
             adapter = entry.load()
         except DynadaptError as error:  # it must not keep the built-ins from their own objects
@@ -149,6 +157,12 @@ def adapter_for(x: Any) -> Adapter:
         accepts = getattr(adapter, "accepts", None)
         if accepts is not None and accepts(x):
             return adapter
+    if isinstance(x, FileTarget | str) or hasattr(x, "__fspath__"):
+        for entry in _FORMATS:
+            adapter = entry.load()
+            if adapter.accepts(x):  # type: ignore[attr-defined]
+                return adapter
+        raise DynadaptError(_unknown_format(x), reason="no-adapter")
     for entry in _BUILT_IN:
         if entry.accepts is not None and entry.accepts(x):
             return entry.load()
@@ -159,3 +173,12 @@ def adapter_for(x: Any) -> Adapter:
         + "".join(f"; {each}" for each in broken),
         reason="no-adapter",
     )
+
+
+def _unknown_format(x: Any) -> str:
+    known = ", ".join(entry.name for entry in _FORMATS)
+    if isinstance(x, FileTarget):
+        return f"no checkpoint format is called {x.format!r}; known: {known}"
+    if not Path(x).exists():
+        return f"{x}: there is no such file or folder"
+    return f"{x}: holds no checkpoint of a known format ({known})"

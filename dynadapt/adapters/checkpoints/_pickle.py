@@ -158,6 +158,16 @@ def _parameter(data: Any, requires_grad: bool = True, hooks: Any = None, *state:
     )
 
 
+def _from_type(made_by: Any, kind: Any, args: Any, state: Any = None) -> Any:
+    """`_rebuild_from_type_v2(func, type, args, state)`: a tensor with attributes of its own."""
+    if isinstance(made_by, Global) and str(kind) in {
+        "torch.Tensor",
+        "torch.nn.parameter.Parameter",
+    }:
+        return made_by(*args)
+    return Opaque(Global("torch._tensor", "_rebuild_from_type_v2"), (made_by, kind, args, state))
+
+
 def _encode(text: Any, encoding: Any = "utf-8") -> bytes:
     """Bytes in protocol 2 are text in latin-1."""
     if not isinstance(text, str) or encoding not in {"latin1", "latin-1", "utf-8"}:
@@ -184,6 +194,7 @@ _KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
     ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
     ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("torch._tensor", "_rebuild_from_type_v2"): _from_type,
     ("torch", "Size"): _Size,
     ("collections", "OrderedDict"): _ordered,
     ("_codecs", "encode"): _encode,
@@ -196,7 +207,7 @@ _KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
 class _Reader(pickle._Unpickler):
     """The stdlib's parser with every door to the outside shut."""
 
-    dispatch: ClassVar[dict[int, Callable[..., Any]]] = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
+    dispatch: ClassVar[dict[int, Callable[..., Any]]] = dict(pickle._Unpickler.dispatch)
 
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data), encoding="utf-8")

@@ -56,7 +56,7 @@ def tensor(
 class _Writer(pickle._Pickler):
     """Writes our leaves as calls of the globals that torch knows."""
 
-    dispatch: ClassVar[dict[type, Callable[..., Any]]] = dict(pickle._Pickler.dispatch)  # type: ignore[attr-defined]
+    dispatch: ClassVar[dict[type, Callable[..., Any]]] = dict(pickle._Pickler.dispatch)
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=2)

@@ -61,8 +61,9 @@ def read_torch(path: str, start: int = 0, length: int | None = None) -> TorchFil
     """
     data = mapped(path)
     data = data[start : None if length is None else start + length]
-    if data[:2] != b"PK":
-        old = data[:1] == b"\x80"
+    mark = bytes(data[:2])
+    if mark != b"PK":
+        old = mark[:1] == b"\x80"
         cause = "was written by torch before 1.6" if old else "is no torch file"
         fix = "load it with torch and save it again" if old else "it may be damaged: copy it again"
         raise Refused([Finding("legacy-file" if old else "bad-file", path, cause, fix)])

@@ -1,0 +1,181 @@
+"""Which files a DeepSpeed checkpoint has, and what the parts that say nothing of tensors say.
+
+The names are made by `_get_zero_ckpt_name` and `_get_ckpt_name` of DeepSpeed's runtime/engine.py.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dynadapt.adapters.checkpoints._pickle import Opaque, StoredTensor
+from dynadapt.adapters.checkpoints._torch_file import TorchFile, read_torch
+from dynadapt.errors import Finding, Refused
+from dynadapt.protocols import AuxItem
+from dynadapt.vps.wire import encodable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["Folder", "aux_items", "number", "optimizer_states", "tag_folder"]
+
+_OPTIM = re.compile(r"^(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
+_MODEL3 = re.compile(r"^zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt$")
+_MODEL = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")
+_LAYER = re.compile(r"^layer_(\d+)-model_(\d+)-model_states\.pt$")
+
+
+def tag_folder(path: Path) -> Path | None:
+    """The folder with the files: the path, or the one that its `latest` names; None: no such thing."""
+    if not path.is_dir():
+        return None
+    if any(_OPTIM.match(p.name) or _MODEL.match(p.name) for p in path.iterdir()):
+        return path
+    try:
+        tag = (path / "latest").read_text(errors="replace").strip()
+    except OSError:
+        return None
+    if not tag or Path(tag).name != tag or tag in {".", ".."} or "\0" in tag:
+        return None
+    return path / tag if (path / tag).is_dir() else None
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The files of one checkpoint, by kind; `optim` and `model` are by data-parallel rank.
+
+    Below stage 3 all ranks share one file of model states, which is then `model[0]`.
+    """
+
+    root: Path
+    optim_names: tuple[str, ...]
+    model_names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, root: Path) -> Folder:
+        """Look at a folder; raises `Refused` for what is missing or cannot be read."""
+        names = sorted(p.name for p in root.iterdir())
+        optim = {m[2]: m[0] for n in names if (m := _OPTIM.match(n))}
+        by_rank = {int(rank): name for rank, name in optim.items()}
+        model3 = {int(m[1]): m[0] for n in names if (m := _MODEL3.match(n))}
+        model = [n for n in names if _MODEL.match(n)]
+        findings: list[Finding] = []
+        wide = [m for n in names for p in (_OPTIM, _MODEL3) if (m := p.match(n))]
+        mp = {int(m[m.lastindex or 0]) for m in wide} | {int(_MODEL.match(n)[1]) for n in model}  # type: ignore[index]
+        if mp - {0} or any(_LAYER.match(n) for n in names):
+            cause = "was written under tensor or pipeline parallelism: its weights are parts"
+            fix = "convert it with ds_to_universal first"
+            findings.append(Finding("unsupported-parallel", str(root), cause, fix))
+        for what, found in (("optimizer", by_rank), ("model", model3)):
+            lost = sorted(set(range(max(found, default=-1) + 1)) - set(found))
+            if lost:
+                cause = f"the {what} states of ranks {lost} are missing"
+                fix = "copy the whole checkpoint"
+                findings.append(Finding("missing-file", str(root), cause, fix))
+        if not model and not model3:
+            cause = "has no file of model states"
+            findings.append(Finding("missing-file", str(root), cause, "copy the whole checkpoint"))
+        if findings:
+            raise Refused(findings)
+        models = [model3[r] for r in sorted(model3)] or model[:1]
+        return cls(root, tuple(by_rank[r] for r in sorted(by_rank)), tuple(models))
+
+    @cached_property
+    def optim(self) -> tuple[TorchFile, ...]:
+        """The optimizer states of each rank; empty at stage 0."""
+        return tuple(read_torch(str(self.root / name)) for name in self.optim_names)
+
+    @cached_property
+    def model(self) -> tuple[TorchFile, ...]:
+        """The model states: one file, or at stage 3 one of each rank."""
+        return tuple(read_torch(str(self.root / name)) for name in self.model_names)
+
+    @cached_property
+    def common(self) -> Mapping[str, Any]:
+        """What the first file of model states says; the others say the same."""
+        tree = self.model[0].tree
+        if not isinstance(tree, dict) or "module" not in tree:
+            cause = "holds no 'module': it is no file of model states"
+            raise Refused([Finding("bad-file", self.model[0].path, cause)])
+        return tree
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The `ds_config` that the job ran with."""
+        config = self.common.get("ds_config")
+        return config if isinstance(config, dict) else {}
+
+    def option(self, name: str, default: Any = None) -> Any:
+        """A setting of `zero_optimization`."""
+        zero = self.config.get("zero_optimization")
+        return zero.get(name, default) if isinstance(zero, dict) else default
+
+
+def optimizer_states(file: TorchFile) -> dict[str, Any]:
+    """The `optimizer_state_dict` of one rank's file; raises `Refused` (`bad-file`)."""
+    found = file.tree.get("optimizer_state_dict") if isinstance(file.tree, dict) else None
+    if not isinstance(found, dict):
+        raise Refused([Finding("bad-file", file.path, "holds no optimizer_state_dict")])
+    return found
+
+
+def aux_items(folder: Folder, scaler: Any) -> list[AuxItem]:
+    """Counters, scheduler, loss scaler and what the job did to a step by configuration."""
+    common = folder.common
+    counters = {
+        name: common[name]
+        for name in ("global_steps", "global_samples", "skipped_steps")
+        if type(common.get(name)) is int
+    }
+    items = [AuxItem("counters", counters)] if counters else []
+    scheduler = common.get("lr_scheduler")
+    if isinstance(scheduler, dict) and encodable(scheduler):
+        items.append(AuxItem("scheduler", {"class": "", "state": scheduler, "left": []}))
+    if isinstance(scaler, Opaque) and isinstance(scaler.state, dict):
+        state = {name: v for name, v in scaler.state.items() if encodable(v)}
+        if state.get("dynamic") or state.get("cur_scale", 1.0) != 1.0:
+            value = {"class": scaler.made_by.name, "scale": float(state.get("cur_scale", 1.0))}
+            items.append(AuxItem("scaler", {**value, "state": state, "override": None}))
+    config = folder.config
+    precision = next(
+        (
+            dtype
+            for name, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16"))
+            if isinstance(config.get(name), dict) and config[name].get("enabled")
+        ),
+        "float32",
+    )
+    behaviour = {
+        "framework": "deepspeed",
+        "zero_stage": int(folder.option("stage", 0)),
+        "precision": precision,
+        "gradient_clipping": float(config.get("gradient_clipping") or 0.0),
+        "config": {name: v for name, v in config.items() if encodable(v)},
+    }
+    items.append(AuxItem("behaviour", behaviour))
+    known = {
+        *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes"),
+        *("shared_params", "frozen_param_fragments", "lr_scheduler", "ds_config", "ds_version"),
+        *counters,
+        *("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "data_sampler"),
+        *("random_ltd", "sparse_tensor_module_names"),
+    }
+    items += [
+        AuxItem(f"user/{name}", value)
+        for name, value in common.items()
+        if name not in known and encodable(value)
+    ]
+    return items
+
+
+def number(value: Any, file: TorchFile) -> float | int | None:
+    """A number, or the one element of a tensor that is one."""
+    if isinstance(value, int | float):
+        return value
+    if isinstance(value, StoredTensor) and not sum(n - 1 for n in value.shape):
+        found = file.buffer(value).array()[value.offset].item()
+        return int(found) if float(found).is_integer() else float(found)
+    return None

@@ -1,0 +1,113 @@
+"""Files in the making: laid out and allocated first, filled by others, sealed at the end.
+
+What an adapter's `prepare` and `finish` share. A buffer's id is `FILE#STORAGE`, with the file's path
+inside the checkpoint, in every format.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import zlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dynadapt.adapters.checkpoints._torch_write import Frame, lay_out
+from dynadapt.errors import Finding, Refused
+from dynadapt.files import FileBuffer, mapped
+from dynadapt.vps.keys import itemsize
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+__all__ = ["Making", "allocate"]
+
+
+@dataclass
+class Making:
+    """The files of one checkpoint under `root`; `buffers` are to be filled before `seal`."""
+
+    root: Path
+    buffers: dict[str, FileBuffer] = field(default_factory=dict)
+    frames: dict[str, Frame] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    def torch_file(self, path: str, storages: Mapping[str, tuple[str, int]]) -> None:
+        """Lay out a `torch.save` file; `storages` are (dtype, elements) by name."""
+        frame = lay_out({name: n * itemsize(kind) for name, (kind, n) in storages.items()})
+        self.frames[path], self.sizes[path] = frame, frame.size
+        for name, (dtype, numel) in storages.items():
+            at, _ = frame.places[name]
+            self.buffers[f"{path}#{name}"] = FileBuffer(str(self.root / path), dtype, at, numel)
+
+    def raw_file(self, path: str, size: int, parts: Mapping[str, tuple[str, int, int]]) -> None:
+        """Lay out a file of `size` bytes; `parts` are (dtype, byte offset, elements) by name."""
+        self.sizes[path] = size
+        for name, (dtype, at, numel) in parts.items():
+            self.buffers[f"{path}#{name}"] = FileBuffer(str(self.root / path), dtype, at, numel)
+
+    def allocate(self) -> None:
+        """Make all files in full size; raises `Refused` (`disk-full`, `unwritable-file`)."""
+        for path, size in self.sizes.items():
+            allocate(self.root / path, size)
+
+    def crc(self, buffer: str, known: Mapping[str, int]) -> int:
+        """The CRC-32 of a filled buffer, read back if nobody has taken it."""
+        if buffer in known:
+            return known[buffer]
+        place = self.buffers[buffer]
+        return zlib.crc32(mapped(place.path)[place.offset : place.offset + place.nbytes])
+
+    def seal_torch(
+        self,
+        path: str,
+        tree: Any,
+        crcs: Mapping[str, int],
+        values: Mapping[str, bytes] | None = None,
+    ) -> None:
+        """Write all that `torch_file` left open: see `Frame.seal`."""
+        if path not in self.frames:
+            self.torch_file(path, {})
+            allocate(self.root / path, 0)
+        frame = self.frames[path]
+        own = {name: self.crc(f"{path}#{name}", crcs) for name in frame.places}
+        with _open(self.root / path) as file:
+            for at, data in frame.seal(tree, own, values):
+                file.seek(at)
+                file.write(data)
+
+    def write(self, path: str, data: bytes, at: int = 0) -> None:
+        """Put bytes into a file that was laid out, or make a small one."""
+        full = self.root / path
+        full.parent.mkdir(parents=True, exist_ok=True)
+        with _open(full) as file:
+            file.seek(at)
+            file.write(data)
+
+
+def _open(path: Path) -> Any:
+    return path.open("r+b" if path.exists() else "wb")
+
+
+def allocate(path: Path, size: int) -> None:
+    """Make a file of `size` zero bytes whose blocks are taken already, so that the disk cannot fill up.
+
+    Raises `Refused` (`disk-full`, `unwritable-file`).
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            if size:
+                try:
+                    os.posix_fallocate(file.fileno(), 0, size)
+                except OSError as error:
+                    if error.errno not in {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}:
+                        raise
+                    os.ftruncate(file.fileno(), size)  # some file systems cannot
+    except OSError as error:
+        full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+        cause = f"{size:,} bytes do not fit" if full else f"cannot be made: {error.strerror}"
+        fix = "free some space, or write elsewhere"
+        reason = "disk-full" if full else "unwritable-file"
+        raise Refused([Finding(reason, str(path), cause, fix if full else "")]) from error

@@ -1,0 +1,61 @@
+"""What state dicts do not say: which entries are buffers, and in which order parameters stand."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from dynadapt.vps.keys import Key, KeySpec
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+__all__ = ["looks_like_buffer", "natural", "tensor_spec"]
+
+_BUFFERS = re.compile(
+    r"(?:^|\.)(?:running_mean|running_var|num_batches_tracked|inv_freq|original_inv_freq"
+    r"|position_ids|token_type_ids|attn\.bias|attn\.masked_bias|rotary_emb\.[a-z_]+)$"
+)
+
+
+def looks_like_buffer(name: str, dtype: str) -> bool:
+    """Whether an entry is a buffer, where nothing but its name and dtype says so.
+
+    >>> looks_like_buffer("bn.running_mean", "float32"), looks_like_buffer("fc.weight", "float32")
+    (True, False)
+    """
+    whole = dtype == "bool" or dtype.startswith(("int64", "int32", "int16"))
+    return whole or bool(_BUFFERS.search(name))
+
+
+def tensor_spec(
+    name: str,
+    shape: tuple[int, ...],
+    dtype: str,
+    order: int,
+    *,
+    buffers: Collection[str] | None = None,
+    aliases: Iterable[str] = (),
+) -> KeySpec:
+    """The spec of a state dict's entry; `buffers` are the names of buffers, if they are known."""
+    is_buffer = looks_like_buffer(name, dtype) if buffers is None else name in buffers
+    slot, kind = ("buffer", "buffer") if is_buffer else ("param", "parameter")
+    return KeySpec(
+        Key(name, slot),
+        shape,
+        dtype,
+        kind=kind,  # type: ignore[arg-type]
+        trainable=not is_buffer,
+        order=order,
+        aliases=tuple(sorted(aliases)),
+    )
+
+
+def natural(name: str) -> tuple[tuple[int, int | str], ...]:
+    """A sort key that counts numbers in names: layer 2 before layer 10.
+
+    >>> sorted(["l.10.w", "l.2.w"], key=natural)
+    ['l.2.w', 'l.10.w']
+    """
+    parts = re.split(r"(\d+)", name)
+    return tuple((0, int(p)) if p.isdecimal() else (1, p) for p in parts)

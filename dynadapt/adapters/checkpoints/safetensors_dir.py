@@ -1,0 +1,252 @@
+"""Hugging Face safetensors: one file, or numbered files and an index. Weights only.
+
+The format: 8 bytes with the header's length, a JSON header of dtypes, shapes and byte ranges, the data
+(github.com/huggingface/safetensors).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dynadapt.adapters.checkpoints._making import Making
+from dynadapt.adapters.checkpoints._names import natural, tensor_spec
+from dynadapt.errors import Finding, Refused
+from dynadapt.files import FileBuffer, mapped
+from dynadapt.protocols import Described, FileTarget, Outcome, alone
+from dynadapt.vps.box import Box, row_major_strides
+from dynadapt.vps.keys import itemsize
+from dynadapt.vps.layout import Row, file_endpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from dynadapt.protocols import Agree, AuxItem
+    from dynadapt.vps.keys import KeySpec
+
+__all__ = ["SafetensorsDir"]
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MAX_HEADER = 100 << 20
+SHARD = 5 << 30
+"""Bytes of a file, unless the user says otherwise, as transformers writes them."""
+
+_DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "I64": "int64",
+    "U64": "uint64",
+    "F64": "float64",
+    "C64": "complex64",
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class SafetensorsDir:
+    """Reads a folder or a file; writes a folder that `from_pretrained` takes."""
+
+    name = "safetensors"
+
+    @staticmethod
+    def accepts(x: Any) -> bool:
+        """A folder with safetensors files, one such file, or a target of this format."""
+        if isinstance(x, FileTarget):
+            return x.format == "safetensors"
+        if not isinstance(x, str | Path):
+            return False
+        path = Path(x)
+        return path.suffix == ".safetensors" or bool(_files(path))
+
+    def quiesce(self, x: Any, agree: Agree = alone) -> None:
+        """Files are at rest."""
+        agree()
+
+    def describe(self, x: Any) -> Described:
+        """Who holds what: every file is an endpoint. Raises `Refused` with all that is wrong."""
+        if isinstance(x, FileTarget):
+            return Described((), (), {})
+        path = Path(x)
+        root = path.parent if path.is_file() else path
+        names = [path.name] if path.is_file() else _files(path)
+        specs: list[KeySpec] = []
+        buffers: dict[str, FileBuffer] = {}
+        files: dict[int, tuple[Row, ...]] = {}
+        findings: list[Finding] = []
+        every: list[tuple[str, str, str, tuple[int, ...]]] = []
+        for name in names:
+            try:
+                entries = read_header(str(root / name))
+            except Refused as error:
+                findings += error.findings
+                continue
+            rows = []
+            for tensor, (dtype, shape, at) in entries.items():
+                every.append((tensor, name, dtype, shape))
+                spec = tensor_spec(tensor, shape, dtype, 0)
+                buffer = f"{name}#{tensor}"
+                buffers[buffer] = FileBuffer(str(root / name), dtype, at, prod(shape))
+                rows.append(_row(spec, buffer))
+            files[file_endpoint(name)] = tuple(rows)
+        order = {tensor: i for i, tensor in enumerate(sorted({e[0] for e in every}, key=natural))}
+        for tensor, _, dtype, shape in every:
+            specs.append(tensor_spec(tensor, shape, dtype, order[tensor]))
+        findings += _missing(root, names, {e[0]: e[1] for e in every})
+        if findings:
+            raise Refused(findings)
+        return Described(tuple(specs), (), buffers, files=files)
+
+    def prepare(self, x: FileTarget, keys: tuple[KeySpec, ...]) -> Described:
+        """Lay out the files, of at most `options["max_shard_size"]` bytes each."""
+        held = [k for k in keys if k.moves or not k.numel]
+        kept = [k for k in held if k.kind in {"parameter", "buffer"} and k.key.slot != "compute"]
+        findings = [
+            Finding("dtype", str(k.key), f"safetensors has no {k.dtype}")
+            for k in kept
+            if k.dtype not in _NAMES
+        ]
+        if findings:
+            raise Refused(findings)
+        made = x.made = Making(Path(x.path))
+        kept.sort(key=lambda k: (k.order, natural(k.key.name)))
+        shards = _shards(kept, int(x.options.get("max_shard_size", SHARD)))
+        files, placed = {}, {}
+        for number, shard in enumerate(shards, 1):
+            one = len(shards) == 1
+            name = SINGLE if one else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            header, start, places = _header(shard)
+            size = start + sum(k.nbytes for k in shard)
+            parts = {k.key.name: (k.dtype, places[k.key.name], k.numel) for k in shard}
+            made.raw_file(name, size, parts)
+            files[file_endpoint(name)] = tuple(_row(k, f"{name}#{k.key.name}") for k in shard)
+            placed[name] = (header, [k.key.name for k in shard])
+        made.allocate()
+        for name, (header, _) in placed.items():
+            made.write(name, header)
+        if len(shards) > 1:
+            index = {
+                "metadata": {"total_size": sum(k.nbytes for k in kept)},
+                "weight_map": {t: name for name, (_, own) in placed.items() for t in own},
+            }
+            made.write(INDEX, json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
+        return Described(tuple(kept), (), made.buffers, files=files)
+
+    def finish(
+        self,
+        x: FileTarget,
+        keys: tuple[KeySpec, ...],
+        scalars: Mapping[str, Mapping[str, int | float]],
+        aux: Mapping[str, AuxItem],
+        agree: Agree = alone,
+    ) -> tuple[Outcome, ...]:
+        """Nothing is left to do; says what the format cannot hold."""
+        agree()
+        return tuple(Outcome(path, "dropped", "safetensors hold weights only") for path in aux)
+
+    def abandon(self, x: Any) -> None:
+        """Whoever made the folder removes it."""
+
+
+def _files(path: Path) -> list[str]:
+    if (path / INDEX).is_file():
+        try:
+            named = set(json.loads((path / INDEX).read_bytes())["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            cause = f"is no index of safetensors files: {error!r}"[:200]
+            raise Refused([Finding("bad-file", str(path / INDEX), cause)]) from error
+        bad = [n for n in named if not isinstance(n, str) or Path(n).name != n or n in {"", "."}]
+        if bad:
+            cause = f"names a file outside its folder: {bad[0]!r}"[:200]
+            raise Refused([Finding("path-traversal", str(path / INDEX), cause)])
+        return sorted(named)
+    return sorted(p.name for p in path.glob("*.safetensors")) if path.is_dir() else []
+
+
+def _missing(root: Path, names: Sequence[str], found: Mapping[str, str]) -> list[Finding]:
+    """What the index promises and no file holds."""
+    if not (root / INDEX).is_file() or len(names) == 1:
+        return []
+    promised = json.loads((root / INDEX).read_bytes())["weight_map"]
+    return [
+        Finding("missing-key", tensor, f"the index puts it into {name}, which does not hold it")
+        for tensor, name in sorted(promised.items())
+        if found.get(tensor) != name
+    ]
+
+
+def read_header(path: str) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """Tensor -> (dtype, shape, byte offset in the file); raises `Refused` (`bad-file`)."""
+    data = mapped(path)
+    try:
+        (length,) = struct.unpack_from("<Q", data)
+        if length > min(len(data) - 8, MAX_HEADER):
+            raise ValueError(f"a header of {length:,} bytes in a file of {len(data):,}")
+        header = json.loads(bytes(data[8 : 8 + length]))
+        if not isinstance(header, dict):
+            raise TypeError("the header is no object")
+        header.pop("__metadata__", None)
+        found = {}
+        for name, entry in header.items():
+            dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+            begin, end = entry["data_offsets"]
+            if any(type(n) is not int or n < 0 for n in (*shape, begin, end)):
+                raise ValueError(f"{name} has a bad shape or place")
+            if end - begin != prod(shape) * itemsize(dtype) or 8 + length + end > len(data):
+                raise ValueError(f"{name} does not fit its place, or the file is cut short")
+            found[name] = (dtype, shape, 8 + length + begin)
+    except (ValueError, KeyError, TypeError, struct.error, RecursionError) as error:
+        cause = f"is no whole safetensors file: {error!r}"[:300]
+        raise Refused([Finding("bad-file", path, cause, "copy it again")]) from error
+    return found
+
+
+def _row(spec: KeySpec, buffer: str) -> Row:
+    return Row(spec.key, Box.whole(spec.shape), buffer, 0, row_major_strides(spec.shape))
+
+
+def _shards(specs: Sequence[KeySpec], most: int) -> list[list[KeySpec]]:
+    shards: list[list[KeySpec]] = [[]]
+    size = 0
+    for spec in specs:
+        if shards[-1] and size + spec.nbytes > most:
+            shards.append([])
+            size = 0
+        shards[-1].append(spec)
+        size += spec.nbytes
+    return shards
+
+
+def _header(specs: Sequence[KeySpec]) -> tuple[bytes, int, dict[str, int]]:
+    """The bytes before the data, their number, and where each tensor starts in the file."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at, places = 0, {}
+    for spec in specs:
+        places[spec.key.name] = at
+        entries[spec.key.name] = {
+            "dtype": _NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [at, at + spec.nbytes],
+        }
+        at += spec.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % 64)
+    start = 8 + len(text)
+    return (
+        struct.pack("<Q", len(text)) + text,
+        start,
+        {name: start + n for name, n in places.items()},
+    )

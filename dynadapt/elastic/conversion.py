@@ -1,0 +1,230 @@
+"""From one checkpoint to another: described, laid out, streamed, sealed, read back, renamed.
+
+The source is only read. The target is built in a folder beside its place, which gets the place's name
+when everything in it has proved to be right; until then nothing can be taken for whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dynadapt.elastic.checkpoint import Checkpoint, layout_of, open_checkpoint
+from dynadapt.errors import Finding, Refused
+from dynadapt.protocols import FileTarget, Outcome
+from dynadapt.registry import adapter_for
+from dynadapt.transport.certificate import fingerprint
+from dynadapt.transport.match import match
+from dynadapt.transport.plan import Options
+from dynadapt.transport.stream import stream
+from dynadapt.vps import cover
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dynadapt.elastic.selection import Selection
+    from dynadapt.transport.plan import Narrow
+    from dynadapt.vps.layout import RowLayout
+
+__all__ = ["MANIFEST", "ConversionReport", "convert"]
+
+MANIFEST = "dynadapt.json"
+"""Beside the data of every checkpoint that was written: what it is, and the sum of every tensor."""
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What a conversion did. `seconds` are by phase; bytes are of tensors."""
+
+    source: str
+    target: str
+    format: str
+    bytes_read: int
+    bytes_written: int
+    fingerprint: str
+    verified: bool
+    seconds: dict[str, float]
+    outcomes: tuple[Outcome, ...] = ()
+    warnings: tuple[Finding, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain JSON values."""
+        return {
+            "source": self.source,
+            "target": self.target,
+            "format": self.format,
+            "bytes_read": self.bytes_read,
+            "bytes_written": self.bytes_written,
+            "fingerprint": self.fingerprint,
+            "verified": self.verified,
+            "seconds": {name: round(value, 6) for name, value in self.seconds.items()},
+            "outcomes": [{"path": o.path, "kind": o.kind, "note": o.note} for o in self.outcomes],
+            "warnings": [finding.to_json() for finding in self.warnings],
+        }
+
+
+@dataclass
+class _Clock:
+    seconds: dict[str, float] = field(default_factory=dict)
+    last: float = field(default_factory=time.perf_counter)
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[name], self.last = now - self.last, now
+
+
+def convert(
+    source: Checkpoint,
+    target: FileTarget,
+    *,
+    selection: Selection | None = None,
+    narrow: Narrow = "if-exact",
+    verify: bool = True,
+    force: bool = False,
+    threads: int = 2,
+    on_bytes: Callable[[int, int], None] | None = None,
+) -> ConversionReport:
+    """Write what `source` holds as `target` says. One process calls it.
+
+    `on_bytes` is called with (bytes done, bytes in all) from several threads. Raises `Refused`:
+    `target-exists` unless `force`, and everything that keeps the source from being so written; then
+    there is no target, and an old one is as it was.
+    """
+    clock = _Clock()
+    place = Path(target.path)
+    if place.exists() and not force:
+        cause, fix = "is there already", "choose another place, or replace it with --force"
+        raise Refused([Finding("target-exists", str(place), cause, fix)])
+    if place.exists() and Path(source.path).resolve() in (
+        place.resolve(),
+        *place.resolve().parents,
+    ):
+        raise Refused([Finding("target-exists", str(place), "is the source itself")])
+    problems = source.problems()
+    if problems:
+        raise Refused(problems)
+    own = source.own if selection is None else selection.of(source.own)
+    layout = source.layout if selection is None else layout_of(own)
+    aside = place.with_name(f".{place.name}.partial-{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        work = replace(target, path=str(aside), crcs={}, made=None)
+        report = _write(source, own, layout, work, clock, narrow, verify, threads, on_bytes)
+        _settle(aside, place, force)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    clock.lap("settle")
+    return replace(report, target=str(place), seconds=clock.seconds)
+
+
+def _write(
+    source: Checkpoint,
+    own: Any,
+    layout: RowLayout,
+    work: FileTarget,
+    clock: _Clock,
+    narrow: Narrow,
+    verify: bool,
+    threads: int,
+    on_bytes: Callable[[int, int], None] | None,
+) -> ConversionReport:
+    writer = adapter_for(work)
+    made = writer.prepare(work, layout.keys)
+    there = layout_of(made)
+    matched = match(layout.keys, there.keys, Options(narrow=narrow, allow=frozenset({"extra"})))
+    findings = [*matched.findings, *cover.prove(there)]
+    if findings:
+        raise Refused(findings)
+    clock.lap("prepare")
+    total = sum(p.target.nbytes for p in matched.pairs if not p.fill)
+    done = 0
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes  # a thread may be a piece behind: it is for people
+        if on_bytes is not None:
+            on_bytes(done, total)
+
+    streamed = stream(
+        matched,
+        layout,
+        own.buffers,
+        there,
+        made.buffers,  # type: ignore[arg-type]  # its buffers are files
+        narrow=narrow,
+        threads=threads,
+        on_bytes=count,
+    )
+    clock.lap("stream")
+    work.crcs.update(streamed.crcs)
+    aux = {item.path: item for item in own.aux}
+    outcomes = writer.finish(work, layout.keys, own.scalars, aux)
+    clock.lap("finish")
+    kept = {pair.target.key for pair in matched.pairs}
+    outcomes += tuple(
+        Outcome(str(spec.key), "dropped", "the target has no place for it")
+        for spec in layout.keys
+        if spec.moves and not any(p.source.key == spec.key for p in matched.pairs)
+    )
+    if verify:
+        _verify(str(work.path), streamed.sums, kept, threads)
+        clock.lap("verify")
+    prints = fingerprint([p.target for p in matched.pairs], streamed.sums)
+    manifest = {
+        "version": 1,
+        "format": work.format,
+        "layout": str(work.layout) if work.layout else None,
+        "fingerprint": prints,
+        "sums": {str(key): f"{value:016x}" for key, value in sorted(streamed.sums.items())},
+    }
+    (Path(work.path) / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    return ConversionReport(
+        source=source.path,
+        target=str(work.path),
+        format=work.format,
+        bytes_read=streamed.read,
+        bytes_written=streamed.written,
+        fingerprint=prints,
+        verified=verify,
+        seconds=clock.seconds,
+        outcomes=outcomes,
+    )
+
+
+def _verify(path: str, sums: Any, kept: Any, threads: int) -> None:
+    """Read the target as anybody would, and compare every sum with the source's."""
+    back = open_checkpoint(path)
+    have, drifted = back.sums(threads=threads)
+    findings = [*back.problems(), *drifted]
+    for key in sorted(kept):
+        if sums.get(key, 0) != have.get(key, 0):
+            cause = f"read back as {have.get(key, 0):016x}, written as {sums.get(key, 0):016x}"
+            fix = "the disk or this program is at fault; the source is intact"
+            findings.append(Finding("certificate", str(key), cause, fix))
+    if findings:
+        raise Refused(findings)
+
+
+def _settle(aside: Path, place: Path, force: bool) -> None:
+    """Bring it to the disk, then to its name."""
+    os.sync()  # one for all files: much faster than an fsync each
+    old = place.with_name(f".{place.name}.old-{os.getpid()}")
+    if place.exists() and force:
+        place.rename(old)
+    try:
+        aside.rename(place)
+    except OSError:
+        if old.exists():
+            old.rename(place)
+        raise
+    if old.is_dir():
+        shutil.rmtree(old)
+    elif old.exists():
+        old.unlink()

@@ -1,0 +1,59 @@
+"""Floating-point casts in numpy, also for the types that numpy lacks: bits as torch's casts give them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dynadapt.files import raw_dtype
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["CASTABLE", "cast", "same_values"]
+
+#: Between these a cast is known; anything else moves as the bits it is.
+CASTABLE = frozenset({"float16", "bfloat16", "float32", "float64"})
+
+
+def cast(array: NDArray[Any], source: str, target: str) -> NDArray[Any]:
+    """An array of raw elements of one dtype as another, rounded to the nearest, ties to even.
+
+    Raises `ValueError` for a pair that is not in `CASTABLE`.
+
+    >>> cast(np.array([1.5, -2.0], "<f4"), "float32", "bfloat16")
+    array([16320, 49152], dtype=uint16)
+    """
+    if source == target:
+        return array
+    if not {source, target} <= CASTABLE:
+        raise ValueError(f"no cast from {source} to {target} is known")
+    if source == "bfloat16":
+        wide = (array.astype("<u4") << np.uint32(16)).view("<f4")
+        return wide if target == "float32" else cast(wide, "float32", target)
+    if target == "bfloat16":
+        with np.errstate(over="ignore", invalid="ignore"):
+            return _to_bfloat16(np.ascontiguousarray(array, "<f4"))
+    with np.errstate(over="ignore", invalid="ignore"):
+        narrowed: NDArray[Any] = array.astype(raw_dtype(target))
+        return narrowed
+
+
+def _to_bfloat16(array: NDArray[Any]) -> NDArray[np.uint16]:
+    words = array.view("<u4")
+    rounded = words + (np.uint32(0x7FFF) + ((words >> np.uint32(16)) & np.uint32(1)))
+    found = (rounded >> np.uint32(16)).astype("<u2")
+    odd = np.isnan(array)
+    if odd.any():  # rounding could carry a NaN into an infinity: it stays one, and quiet
+        found[odd] = (words[odd] >> np.uint32(16)).astype("<u2") | np.uint16(0x40)
+    return found
+
+
+def same_values(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    """Whether two float arrays of one numpy dtype are equal, NaNs included.
+
+    >>> same_values(np.array([np.nan, 1.0]), np.array([np.nan, 1.0]))
+    True
+    """
+    return bool(np.array_equal(a, b, equal_nan=True))

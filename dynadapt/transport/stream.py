@@ -1,0 +1,339 @@
+"""From files to files: one pass, read from maps, written in order, with sums taken on the way.
+
+Every target buffer is a stretch of a file that one thread fills from its first byte to its last, in
+pieces of at most `PIECE` bytes: a piece that lies in one piece in a source is written from the map, any
+other is put together in the thread's own staging. Writes of a MiB and more are slow on some systems.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import product
+from threading import Lock, local
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dynadapt.errors import Finding, Refused
+from dynadapt.files import FileBuffer, raw_dtype
+from dynadapt.transport.casts import cast, same_values
+from dynadapt.transport.certificate import weighted_sum
+from dynadapt.vps.box import Box, atoms, row_major_strides, uncovered
+from dynadapt.vps.keys import itemsize
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from dynadapt.transport.plan import Match, Narrow, Pair
+    from dynadapt.vps.keys import Key
+    from dynadapt.vps.layout import Row, RowLayout
+
+__all__ = ["PIECE", "Streamed", "boxes_of", "key_sums", "stream", "view_of"]
+
+PIECE = 768 << 10
+"""Bytes of one write."""
+
+_MASK = (1 << 64) - 1
+
+
+@dataclass
+class Streamed:
+    """What was written: sums of the source as the target's dtype, by target key; check sums by buffer."""
+
+    sums: dict[Key, int] = field(default_factory=dict)
+    crcs: dict[str, int] = field(default_factory=dict)
+    read: int = 0
+    written: int = 0
+
+
+def view_of(array: NDArray[Any], row: Row, box: Box) -> NDArray[Any]:
+    """The elements of `box` in a row over a 1-D array: a view."""
+    size = array.itemsize
+    start = row.offset_of(box.lo)
+    strides = tuple(step * size for step in row.strides)
+    last = start + sum((n - 1) * s for n, s in zip(box.shape, row.strides, strict=True))
+    if start < 0 or last >= array.size:
+        raise ValueError(f"{row.key} {box} leaves its buffer")
+    return np.lib.stride_tricks.as_strided(array[start:], box.shape, strides, writeable=False)
+
+
+def boxes_of(box: Box, most: int) -> Iterator[Box]:
+    """A box in row-major stretches of at most `most` elements, in order; each a box.
+
+    >>> [str(b) for b in boxes_of(Box((0, 0), (3, 4)), 8)]
+    ['[0:2,0:4]', '[2:3,0:4]']
+    """
+    if box.volume <= most:
+        yield box
+        return
+    inner, dim = 1, box.ndim
+    while dim and inner * (box.hi[dim - 1] - box.lo[dim - 1]) <= most:
+        dim -= 1
+        inner *= box.hi[dim] - box.lo[dim]
+    cut = dim - 1  # the dim that is cut; those before it one by one, those after it whole
+    step = max(most // inner, 1)
+    outer = [range(lo, hi) for lo, hi in zip(box.lo[:cut], box.hi[:cut], strict=True)]
+    for at in product(*outer):
+        ends = tuple(n + 1 for n in at)
+        for lo in range(box.lo[cut], box.hi[cut], step):
+            hi = min(lo + step, box.hi[cut])
+            yield Box((*at, lo, *box.lo[dim:]), (*ends, hi, *box.hi[dim:]))
+
+
+class _Sources:
+    """The source's rows by key, and the arrays behind them."""
+
+    def __init__(self, layout: RowLayout, buffers: Mapping[str, Any]) -> None:
+        self._layout, self._buffers = layout, buffers
+        self._rows: dict[Key, tuple[Row, ...]] = {}
+        self._lock = Lock()
+
+    def array(self, row: Row) -> NDArray[Any]:
+        """The buffer under a row."""
+        return self._buffers[row.buffer].array()  # type: ignore[no-any-return]
+
+    def rows(self, key: Key, box: Box) -> list[Row]:
+        """Rows that serve a box together; of replicas the first."""
+        with self._lock:
+            every = self._rows.get(key)
+            if every is None:
+                held = (r for e in self._layout.endpoints for r in self._layout.rows_of(key, e))
+                first: dict[Box, Row] = {}
+                for row in held:
+                    first.setdefault(row.box, row)
+                every = self._rows[key] = tuple(first[b] for b in sorted(first))
+        found = [row for row in every if row.box.intersect(box) is not None]
+        whole = next((row for row in found if row.box.contains(box)), None)
+        return found if whole is None else [whole]
+
+
+def stream(
+    matched: Match,
+    source: RowLayout,
+    buffers: Mapping[str, FileBuffer],
+    target: RowLayout,
+    targets: Mapping[str, FileBuffer],
+    *,
+    narrow: Narrow = "if-exact",
+    threads: int = 2,
+    only: Sequence[str] | None = None,
+    on_bytes: Callable[[int], None] | None = None,
+) -> Streamed:
+    """Fill the target's buffers from the source's. The files are there, in their full size.
+
+    `only` are the buffers to fill, by default all. Elements of a buffer that no row holds are zeros.
+    Raises `Refused` with everything that was found: `uncovered`, `narrowing`, `truncated-file`.
+    """
+    sources = _Sources(source, buffers)
+    by_buffer: dict[str, list[Row]] = {name: [] for name in targets}
+    for endpoint in target.endpoints:
+        for row in target.rows(endpoint):
+            by_buffer[row.buffer].append(row)
+    findings = [
+        Finding("uncovered", f"{row.key} {gap}", "no file of the source holds it")
+        for rows in by_buffer.values()
+        for row in rows
+        if (pair := matched.by_target.get(row.key)) is not None and not pair.fill
+        for gap in uncovered((r.box for r in sources.rows(pair.source.key, row.box)), row.box)[:1]
+    ]
+    if findings:
+        raise Refused(findings)
+    writer = _Writer(matched, sources, narrow, on_bytes)
+    names = list(by_buffer) if only is None else list(only)
+    names.sort(key=lambda name: (-targets[name].nbytes, name))
+    with ThreadPoolExecutor(threads) as pool:
+        tasks = [pool.submit(writer.fill, name, targets[name], by_buffer[name]) for name in names]
+        errors: list[Finding] = []
+        for task in tasks:
+            try:
+                task.result()
+            except Refused as error:
+                errors += error.findings
+    if errors:
+        raise Refused(errors)
+    return writer.done
+
+
+class _Writer:
+    """Fills buffers; one call of `fill` a thread."""
+
+    def __init__(
+        self,
+        matched: Match,
+        sources: _Sources,
+        narrow: Narrow,
+        on_bytes: Callable[[int], None] | None,
+    ) -> None:
+        self._matched, self._sources, self._narrow = matched, sources, narrow
+        self._on_bytes = on_bytes
+        self._lock = Lock()
+        self._own = local()
+        self.done = Streamed()
+
+    def _staging(self, count: int, dtype: str) -> NDArray[Any]:
+        if not hasattr(self._own, "staging"):
+            self._own.staging = np.empty(PIECE, np.uint8)
+        nbytes = count * itemsize(dtype)
+        if nbytes > PIECE:
+            return np.empty(count, raw_dtype(dtype))
+        found: NDArray[Any] = self._own.staging[:nbytes].view(raw_dtype(dtype))
+        return found
+
+    def fill(self, name: str, buffer: FileBuffer, rows: Sequence[Row]) -> None:
+        """Write one buffer from its first byte to its last."""
+        size, at, crc = itemsize(buffer.dtype), 0, 0
+        sums: dict[Key, int] = {}
+        read = 0
+        fd = os.open(buffer.path, os.O_WRONLY)
+        try:
+            for row in sorted(rows, key=lambda r: r.offset):
+                crc = _zeros(
+                    crc, (row.offset - at) * size
+                )  # left as they are: a fresh file's holes
+                if row.strides != row_major_strides(row.box.shape) or row.offset < at:
+                    raise ValueError(f"{row.key} {row.box} is not laid out in order")
+                pair = self._matched.by_target.get(row.key)
+                at = row.offset
+                if pair is None or pair.fill:
+                    crc = _zeros(crc, row.box.volume * size)
+                    at += row.box.volume
+                    continue
+                for box in boxes_of(row.box, max(PIECE // size, 1)):
+                    piece = self._piece(pair, box, buffer.dtype)
+                    data = piece.reshape(-1).view(np.uint8).data
+                    _write(fd, data, buffer.offset + at * size)
+                    crc = zlib.crc32(data, crc)
+                    own = weighted_sum(piece, box, row.key)
+                    sums[row.key] = (sums.get(row.key, 0) + own) & _MASK
+                    at += box.volume
+                    read += box.volume * itemsize(pair.source.dtype)
+                    if self._on_bytes is not None:
+                        self._on_bytes(len(data))
+            crc = _zeros(crc, (buffer.numel - at) * size)
+        except OSError as error:
+            cause = f"cannot be written: {error.strerror}"
+            raise Refused([Finding("unwritable-file", buffer.path, cause)]) from error
+        finally:
+            os.close(fd)
+        with self._lock:
+            self.done.crcs[name] = crc
+            self.done.read += read
+            self.done.written += buffer.nbytes
+            for key, value in sums.items():
+                self.done.sums[key] = (self.done.sums.get(key, 0) + value) & _MASK
+
+    def _piece(self, pair: Pair, box: Box, dtype: str) -> NDArray[Any]:
+        """The elements of a box in the target's dtype: straight from the map where that can be."""
+        rows = self._sources.rows(pair.source.key, box)
+        kind = pair.source.dtype
+        if len(rows) == 1:
+            found = view_of(self._sources.array(rows[0]), rows[0], box)
+            if kind != dtype:
+                return np.ascontiguousarray(self._cast(pair, found, dtype, box))
+            if found.flags.c_contiguous:
+                return found
+        out = self._staging(box.volume, dtype).reshape(box.shape)
+        for row in rows:
+            part = row.box.intersect(box)
+            if part is None:
+                continue
+            found = view_of(self._sources.array(row), row, part)
+            if kind != dtype:
+                found = self._cast(pair, found, dtype, part)
+            place = tuple(
+                slice(a - o, b - o) for a, b, o in zip(part.lo, part.hi, box.lo, strict=True)
+            )
+            out[place] = found
+        return out
+
+    def _cast(self, pair: Pair, array: NDArray[Any], dtype: str, box: Box) -> NDArray[Any]:
+        kind = pair.source.dtype
+        found = cast(array, kind, dtype)
+        narrows = itemsize(dtype) <= itemsize(kind)
+        if narrows and self._narrow == "if-exact" and not _exact(array, found, kind, dtype):
+            cause = f"{kind} would lose bits as {dtype}"
+            fix = "keep the dtype, or allow it (--narrow allow)"
+            raise Refused([Finding("narrowing", f"{pair.target.key} {box}", cause, fix)])
+        return found
+
+
+def _exact(array: NDArray[Any], found: NDArray[Any], kind: str, dtype: str) -> bool:
+    back = cast(found, dtype, kind)
+    if kind == "bfloat16":
+        array, back = cast(array, kind, "float32"), cast(back, kind, "float32")
+    return same_values(np.ascontiguousarray(array), back)
+
+
+def _write(fd: int, data: memoryview, at: int) -> None:
+    while data:
+        done = os.pwrite(fd, data, at)
+        data, at = data[done:], at + done
+
+
+_ZEROS = bytes(1 << 16)
+
+
+def _zeros(crc: int, count: int) -> int:
+    while count > 0:
+        part = min(count, len(_ZEROS))
+        crc = zlib.crc32(_ZEROS[:part], crc)
+        count -= part
+    return crc
+
+
+def key_sums(
+    layout: RowLayout,
+    buffers: Mapping[str, FileBuffer],
+    dtypes: Mapping[Key, str] | None = None,
+    *,
+    threads: int = 2,
+    names: Mapping[int, str] | None = None,
+) -> tuple[dict[Key, int], tuple[Finding, ...]]:
+    """The sum of every key that moves, and a finding for each replica that differs from the first.
+
+    `dtypes` are the dtypes that sums are taken in, by default the keys' own; `names` say what
+    endpoints are called.
+    """
+    told = names or {}
+    sources = _Sources(layout, buffers)
+
+    def one(row: Row, box: Box, dtype: str, own: str) -> int:
+        total, array = 0, sources.array(row)
+        for part in boxes_of(box, PIECE // itemsize(own)):
+            total += weighted_sum(cast(view_of(array, row, part), own, dtype), part, row.key)
+        return total & _MASK
+
+    def key_of(at: int) -> tuple[Key, int, list[Finding]]:
+        spec = layout.keys[at]
+        key, dtype = spec.key, (dtypes or {}).get(spec.key, spec.dtype)
+        total = 0
+        drifted: list[Finding] = []
+        first: dict[Box, tuple[int, int]] = {}
+        for endpoint in layout.endpoints:
+            for row in layout.rows_of(key, endpoint):
+                value = one(row, row.box, dtype, spec.dtype)
+                known = first.setdefault(row.box, (endpoint, value))
+                if known[1] != value:
+                    here, there = (told.get(e, str(e)) for e in (endpoint, known[0]))
+                    where = f"{key} {row.box}"
+                    cause = f"replicas differ: {there} and {here}"
+                    drifted.append(Finding("replicas-differ", where, cause))
+        if sum(box.volume for box in first) <= spec.numel:
+            total = sum(value for _, value in first.values())
+        else:  # boxes that overlap in part: every element counts once
+            rows = sources.rows(key, Box.whole(spec.shape))
+            for cell, numbers in atoms(row.box for row in rows):
+                total += one(rows[numbers[0]], cell, dtype, spec.dtype)
+        return key, total & _MASK, drifted
+
+    moving = [i for i, spec in enumerate(layout.keys) if spec.moves]
+    moving.sort(key=lambda i: -layout.keys[i].nbytes)
+    with ThreadPoolExecutor(threads) as pool:
+        answers = list(pool.map(key_of, moving))
+    findings = tuple(f for _, _, drifted in answers for f in drifted)
+    return {key: total for key, total, _ in answers}, findings
