@@ -20,9 +20,10 @@ from dynadapt.protocols import FileTarget, Outcome
 from dynadapt.registry import adapter_for
 from dynadapt.transport.certificate import fingerprint
 from dynadapt.transport.match import match
-from dynadapt.transport.plan import Options
+from dynadapt.transport.plan import Options, Pair
 from dynadapt.transport.stream import stream
 from dynadapt.vps import cover
+from dynadapt.vps.keys import Key
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -136,12 +137,16 @@ def _write(
     on_bytes: Callable[[int, int], None] | None,
 ) -> ConversionReport:
     writer = adapter_for(work)
+    item = next((item for item in own.aux if item.path == "param_groups"), None)
+    if item is not None and not work.groups:
+        work.groups = tuple(tuple(group["names"]) for group in item.value)
     made = writer.prepare(work, layout.keys)
     there = layout_of(made)
     matched = match(layout.keys, there.keys, Options(narrow=narrow, allow=frozenset({"extra"})))
     findings = [*matched.findings, *cover.prove(there)]
     if findings:
         raise Refused(findings)
+    matched = replace(matched, pairs=(*matched.pairs, *_copies(layout, there)))
     clock.lap("prepare")
     total = sum(p.target.nbytes for p in matched.pairs if not p.fill)
     done = 0
@@ -167,7 +172,7 @@ def _write(
     aux = {item.path: item for item in own.aux}
     outcomes = writer.finish(work, layout.keys, own.scalars, aux)
     clock.lap("finish")
-    kept = {pair.target.key for pair in matched.pairs}
+    kept = {pair.target.key for pair in matched.pairs if not pair.target.derived}
     outcomes += tuple(
         Outcome(str(spec.key), "dropped", "the target has no place for it")
         for spec in layout.keys
@@ -176,7 +181,7 @@ def _write(
     if verify:
         _verify(str(work.path), streamed.sums, kept, threads)
         clock.lap("verify")
-    prints = fingerprint([p.target for p in matched.pairs], streamed.sums)
+    prints = fingerprint(there.keys, streamed.sums)
     manifest = {
         "version": 1,
         "format": work.format,
@@ -196,6 +201,16 @@ def _write(
         seconds=clock.seconds,
         outcomes=outcomes,
     )
+
+
+def _copies(source: RowLayout, target: RowLayout) -> list[Pair]:
+    """Derived copies of the target, each made from its master as it is written."""
+    found = []
+    for spec in target.keys:
+        master = source.by_name.get(Key(spec.key.name, "param"))
+        if spec.derived and spec.numel and master is not None:
+            found.append(Pair(master, spec))
+    return found
 
 
 def _verify(path: str, sums: Any, kept: Any, threads: int) -> None:

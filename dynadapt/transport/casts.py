@@ -47,7 +47,7 @@ def _to_bfloat16(array: NDArray[Any]) -> NDArray[np.uint16]:
     odd = np.isnan(array)
     if odd.any():  # rounding could carry a NaN into an infinity: it stays one, and quiet
         found[odd] = (words[odd] >> np.uint32(16)).astype("<u2") | np.uint16(0x40)
-    return found
+    return found  # type: ignore[no-any-return]
 
 
 def same_values(a: NDArray[Any], b: NDArray[Any]) -> bool:

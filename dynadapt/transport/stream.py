@@ -173,6 +173,7 @@ class _Writer:
         self._on_bytes = on_bytes
         self._lock = Lock()
         self._own = local()
+        self._counted: set[tuple[Key, Box]] = set()
         self.done = Streamed()
 
     def _staging(self, count: int, dtype: str) -> NDArray[Any]:
@@ -187,7 +188,7 @@ class _Writer:
     def fill(self, name: str, buffer: FileBuffer, rows: Sequence[Row]) -> None:
         """Write one buffer from its first byte to its last."""
         size, at, crc = itemsize(buffer.dtype), 0, 0
-        sums: dict[Key, int] = {}
+        sums: dict[tuple[Key, Box], int] = {}
         read = 0
         fd = os.open(buffer.path, os.O_WRONLY)
         try:
@@ -209,7 +210,8 @@ class _Writer:
                     _write(fd, data, buffer.offset + at * size)
                     crc = zlib.crc32(data, crc)
                     own = weighted_sum(piece, box, row.key)
-                    sums[row.key] = (sums.get(row.key, 0) + own) & _MASK
+                    whole = (row.key, row.box)
+                    sums[whole] = (sums.get(whole, 0) + own) & _MASK
                     at += box.volume
                     read += box.volume * itemsize(pair.source.dtype)
                     if self._on_bytes is not None:
@@ -224,8 +226,11 @@ class _Writer:
             self.done.crcs[name] = crc
             self.done.read += read
             self.done.written += buffer.nbytes
-            for key, value in sums.items():
-                self.done.sums[key] = (self.done.sums.get(key, 0) + value) & _MASK
+            for whole, value in sums.items():
+                if whole in self._counted:
+                    continue  # a replica: every element counts once
+                self._counted.add(whole)
+                self.done.sums[whole[0]] = (self.done.sums.get(whole[0], 0) + value) & _MASK
 
     def _piece(self, pair: Pair, box: Box, dtype: str) -> NDArray[Any]:
         """The elements of a box in the target's dtype: straight from the map where that can be."""
@@ -255,7 +260,13 @@ class _Writer:
         kind = pair.source.dtype
         found = cast(array, kind, dtype)
         narrows = itemsize(dtype) <= itemsize(kind)
-        if narrows and self._narrow == "if-exact" and not _exact(array, found, kind, dtype):
+        rounds = pair.target.derived  # a copy is rounded by its nature
+        if (
+            narrows
+            and not rounds
+            and self._narrow == "if-exact"
+            and not _exact(array, found, kind, dtype)
+        ):
             cause = f"{kind} would lose bits as {dtype}"
             fix = "keep the dtype, or allow it (--narrow allow)"
             raise Refused([Finding("narrowing", f"{pair.target.key} {box}", cause, fix)])

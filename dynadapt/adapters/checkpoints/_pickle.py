@@ -18,7 +18,7 @@ from dynadapt.errors import Finding, Refused
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["STORAGES", "Global", "Opaque", "StoredTensor", "read_pickle"]
+__all__ = ["STORAGES", "Global", "Opaque", "Size", "Storage", "StoredTensor", "read_pickle"]
 
 #: Typed storages by their class name in torch.
 STORAGES = {
@@ -184,7 +184,7 @@ def _ordered(pairs: Any = ()) -> dict[Any, Any]:
     return dict(pairs)
 
 
-class _Size(tuple):  # type: ignore[type-arg]
+class Size(tuple):  # type: ignore[type-arg]
     """`torch.Size`, so that it is written as one again."""
 
     __slots__ = ()
@@ -195,7 +195,7 @@ _KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch._tensor", "_rebuild_from_type_v2"): _from_type,
-    ("torch", "Size"): _Size,
+    ("torch", "Size"): Size,
     ("collections", "OrderedDict"): _ordered,
     ("_codecs", "encode"): _encode,
     ("builtins", "set"): _set,

@@ -14,9 +14,9 @@ from dynadapt.adapters.checkpoints._pickle import (
     STORAGES,
     Global,
     Opaque,
+    Size,
     Storage,
     StoredTensor,
-    _Size,
 )
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class _Writer(pickle._Pickler):
         inner = Opaque(made_by, (*plain[:4], False, *plain[5:]))
         self._call(_PARAMETER, (inner, obj.requires_grad, hooks), obj)
 
-    def _size(self, obj: _Size) -> None:
+    def _size(self, obj: Size) -> None:
         self._call(_SIZE, (tuple(obj),), obj)
 
     def _opaque(self, obj: Opaque) -> None:
@@ -119,7 +119,7 @@ class _Writer(pickle._Pickler):
         Global: _global,
         StoredTensor: _tensor,
         Opaque: _opaque,
-        _Size: _size,
+        Size: _size,
     }
 
 

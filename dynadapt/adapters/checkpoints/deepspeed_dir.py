@@ -18,6 +18,8 @@ from dynadapt.adapters.checkpoints._deepspeed_files import (
     optimizer_states,
     tag_folder,
 )
+from dynadapt.adapters.checkpoints._deepspeed_write import Writing
+from dynadapt.adapters.checkpoints._making import Making
 from dynadapt.adapters.checkpoints._pickle import StoredTensor
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import AuxItem, Described, FileTarget, Outcome, alone
@@ -66,8 +68,13 @@ class DeepSpeedDir:
         return _Reading(Folder.of(root)).described()
 
     def prepare(self, x: FileTarget, keys: tuple[KeySpec, ...]) -> Described:
-        """Not written yet."""
-        raise Refused([Finding("unsupported-target", x.path, "this format is not written yet")])
+        """Lay out the files of all ranks; raises `Refused` with everything that cannot be so written."""
+        writing = Writing(x, keys)
+        made = Making(Path(x.path))
+        writing.lay_into(made)
+        x.made = (writing, made)
+        specs = tuple(writing.targets.values())
+        return Described(specs, (), made.buffers, files=writing.rows(), flat_step=True)
 
     def finish(
         self,
@@ -77,9 +84,17 @@ class DeepSpeedDir:
         aux: Mapping[str, AuxItem],
         agree: Agree = alone,
     ) -> tuple[Outcome, ...]:
-        """Not written yet."""
+        """Write the trees: steps, hyperparameters, counters, and what of the rest has a place."""
         agree()
-        return ()
+        writing, made = x.made
+        writing.seal(made, scalars, aux)
+        held = {"param_groups", "counters", "scheduler", "scaler", "behaviour", "optimizer"}
+        return tuple(
+            Outcome(path, "exact")
+            if path in held or path.startswith("user/")
+            else Outcome(path, "dropped", "a DeepSpeed checkpoint has no place for it")
+            for path in aux
+        )
 
     def abandon(self, x: Any) -> None:
         """Whoever made the folder removes it."""
