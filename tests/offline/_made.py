@@ -19,3 +19,23 @@ def save_deepspeed(
     engine.save_checkpoint(where, tag=f"step{steps}")
     every = jobs.zero_tensors(engine)
     return every if rank == 0 else None
+
+
+def load_deepspeed(
+    rank: int, world: int, kind: str, where: str, steps: int, config: dict[str, Any]
+) -> dict[str, Any]:
+    """Load a checkpoint into a fresh engine by DeepSpeed's own loader; what it holds, and steps on."""
+    engine = jobs.deepspeed_engine(kind, jobs.net(seed=5), **config)
+    path, _ = engine.load_checkpoint(where)
+    answer: dict[str, Any] = {
+        "loaded": path is not None,
+        "counters": (engine.global_steps, engine.global_samples),
+        "hyper": [
+            {k: v for k, v in group.items() if k in {"lr", "weight_decay", "betas"}}
+            for group in engine.optimizer.param_groups
+        ],
+        "tensors": jobs.zero_tensors(engine),
+    }
+    answer["losses"] = [jobs.step(engine, number) for number in range(steps, steps + 2)]
+    answer["after"] = jobs.zero_tensors(engine)
+    return answer

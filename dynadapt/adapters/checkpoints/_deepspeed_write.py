@@ -71,6 +71,9 @@ class Writing:
         self.frozen = sorted((s for s in params if not s.trainable), key=_place)
         self.buffers = sorted((s for s in keys if s.kind == "buffer"), key=_place)
         self.groups = _grouped(x, [s for s in params if s.trainable])
+        self.round_robin = self.stage < 3 and layout.flag("round_robin")
+        if self.round_robin:
+            self.groups = [_dealt(own, self.ranks) for own in self.groups]
         self.order = [s.key.name for s in sorted(params, key=_place)]
         self.files: dict[str, _File] = {}
         self.targets: dict[Key, KeySpec] = {}
@@ -207,7 +210,8 @@ class Writing:
             whole = {"optimizer_state_dict": tree, "ds_config": config, "ds_version": VERSION}
             made.seal_torch(self.optim_name(rank), whole, crcs, values)
         for rank in range(self.ranks if self.stage == 3 else 1):
-            made.seal_torch(self.model_name(rank), self._model_tree(rank, aux, config), crcs)
+            none = {f"empty.{name}": b"" for name in self.order} if self.stage == 3 else {}
+            made.seal_torch(self.model_name(rank), self._model_tree(aux, config), crcs, none)
         made.write("latest", self.tag.encode())
 
     def _config(self, aux: Mapping[str, AuxItem]) -> dict[str, Any]:
@@ -218,6 +222,8 @@ class Writing:
             k: v for k, v in zero.items() if k not in {"sub_group_size", "round_robin_gradients"}
         }
         zero["stage"] = self.stage
+        if self.round_robin:
+            zero["round_robin_gradients"] = True
         if "sub_group_size" in self.layout.options:
             zero["sub_group_size"] = self.layout.number("sub_group_size")
         config["zero_optimization"] = zero
@@ -301,9 +307,7 @@ class Writing:
                 found[piece.flat][piece.name] = Opaque(made_by, new=True, state=state)
         return found
 
-    def _model_tree(
-        self, rank: int, aux: Mapping[str, AuxItem], config: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _model_tree(self, aux: Mapping[str, AuxItem], config: dict[str, Any]) -> dict[str, Any]:
         frozen = {spec.key.name: spec for spec in self.frozen}
         module: dict[str, Any] = {}
         for spec in self.buffers:
@@ -383,6 +387,13 @@ def _grouped(x: FileTarget, trainable: Sequence[KeySpec]) -> list[Shapes]:
             [s.key.name for s in sorted(trainable, key=_place) if s.group == g] for g in numbers
         ]
     return [{n: specs[n].shape for n in own} for own in named if own]
+
+
+def _dealt(shapes: Shapes, ranks: int) -> Shapes:
+    """The order of a flat under round_robin_gradients: tensors are dealt to the ranks like cards."""
+    dealt = [name for name, shape in shapes.items() if all(shape)]
+    names = sorted(dealt, key=lambda name: dealt.index(name) % ranks)
+    return {name: shapes[name] for name in (*names, *(n for n in shapes if n not in dealt))}
 
 
 def _unfit(keys: Sequence[KeySpec], groups: Sequence[Shapes]) -> Iterable[Finding]:

@@ -1,0 +1,57 @@
+"""DeepSpeed checkpoints of one layout written as another: DeepSpeed's own loader and steps judge."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from dynadapt.elastic.checkpoint import open_checkpoint
+from dynadapt.elastic.conversion import convert
+from dynadapt.protocols import FileTarget
+from dynadapt.vps.spec import LayoutSpec
+from tests import _ranks
+from tests.live import jobs
+from tests.offline import _made
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CASES = [
+    ("zero3-bf16", 2, "zero3:dp=4,sub_group_size=100", "zero3-bf16", 4),
+    ("zero3-bf16", 4, "zero2:dp=2", "zero2-bf16", 2),
+    ("zero2-bf16", 4, "zero3:dp=2,sub_group_size=100", "zero3-bf16", 2),
+    ("zero1rr-fp32", 4, "zero1:dp=2", "zero1-fp32", 2),
+    ("zero1acc-bf16", 2, "zero3:dp=4,sub_group_size=100", "zero3-bf16", 4),
+    ("zero2-fp16", 2, "zero3:dp=2,sub_group_size=100", "zero3-fp16", 2),
+]
+
+MORE = {"zero3": ",sub_group_size=100", "zero1rr": ",round_robin=true"}
+
+
+@pytest.mark.parametrize(("kind", "ranks", "spec", "to", "to_ranks"), CASES)
+def test_the_next_job_goes_on(
+    tmp_path: Path, kind: str, ranks: int, spec: str, to: str, to_ranks: int
+) -> None:
+    """Every bit, every hyperparameter and count arrives in an engine on another number of ranks."""
+    old, new = str(tmp_path / "old"), str(tmp_path / "new")
+    held = _ranks.pool(ranks).run(_made.save_deepspeed, kind, old, 2, {}, timeout=200)[0]
+    source = open_checkpoint(old)
+    report = convert(source, FileTarget(new, "deepspeed", LayoutSpec.parse(spec)))
+    assert report.fingerprint == source.fingerprint() == open_checkpoint(new).fingerprint()
+    answers: list[dict[str, Any]] = _ranks.pool(to_ranks).run(
+        _made.load_deepspeed, to, new, 2, {}, timeout=200
+    )
+    for answer in answers:
+        assert answer["loaded"]
+        assert jobs.differing(held, answer["tensors"]) == []
+        assert answer["counters"][0] == 2
+        assert [g["weight_decay"] for g in answer["hyper"]] == [0.1, 0.0]
+    back = str(tmp_path / "back")
+    again = f"{kind[:5]}:dp={ranks}{MORE.get(kind.partition('-')[0], '')}"
+    convert(open_checkpoint(new), FileTarget(back, "deepspeed", LayoutSpec.parse(again)))
+    untouched = _ranks.pool(ranks).run(_made.load_deepspeed, kind, old, 2, {}, timeout=200)
+    returned = _ranks.pool(ranks).run(_made.load_deepspeed, kind, back, 2, {}, timeout=200)
+    for one, two in zip(untouched, returned, strict=True):
+        assert one["losses"] == two["losses"]
+        assert jobs.differing(one["after"], two["after"]) == []
