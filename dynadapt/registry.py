@@ -97,6 +97,7 @@ _BUILT_IN = (
 
 
 _FORMATS = (
+    Entry("universal", "dynadapt.adapters.checkpoints.universal_dir:UniversalDir", ()),
     Entry("deepspeed", "dynadapt.adapters.checkpoints.deepspeed_dir:DeepSpeedDir", ()),
     Entry("safetensors", "dynadapt.adapters.checkpoints.safetensors_dir:SafetensorsDir", ()),
 )

@@ -18,9 +18,17 @@ from dynadapt.protocols import AuxItem
 from dynadapt.vps.wire import encodable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["Folder", "aux_items", "number", "optimizer_states", "tag_folder"]
+__all__ = [
+    "Folder",
+    "aux_items",
+    "hyper_item",
+    "model_states",
+    "number",
+    "optimizer_states",
+    "tag_folder",
+]
 
 _OPTIM = re.compile(r"^(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
 _MODEL3 = re.compile(r"^zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt$")
@@ -96,11 +104,7 @@ class Folder:
     @cached_property
     def common(self) -> Mapping[str, Any]:
         """What the first file of model states says; the others say the same."""
-        tree = self.model[0].tree
-        if not isinstance(tree, dict) or "module" not in tree:
-            cause = "holds no 'module': it is no file of model states"
-            raise Refused([Finding("bad-file", self.model[0].path, cause)])
-        return tree
+        return model_states(self.model[0])
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -122,9 +126,32 @@ def optimizer_states(file: TorchFile) -> dict[str, Any]:
     return found
 
 
-def aux_items(folder: Folder, scaler: Any) -> list[AuxItem]:
+def model_states(file: TorchFile) -> dict[str, Any]:
+    """The tree of a file of model states; raises `Refused` (`bad-file`)."""
+    tree = file.tree
+    if not isinstance(tree, dict) or not isinstance(tree.get("module"), dict | None):
+        cause = "holds no 'module': it is no file of model states"
+        raise Refused([Finding("bad-file", file.path, cause)])
+    return tree
+
+
+#: Group entries that hold parameters, or say how an optimizer runs.
+_NOT_HYPER = frozenset(
+    {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "step"}
+)
+
+
+def hyper_item(groups: Sequence[Iterable[str]], param_groups: Sequence[Any]) -> AuxItem:
+    """The `param_groups` item: names and hyperparameters of each group."""
+    value = [
+        {"names": list(names), "hyper": {k: v for k, v in own.items() if k not in _NOT_HYPER}}
+        for names, own in zip(groups, param_groups, strict=False)
+    ]
+    return AuxItem("param_groups", value)
+
+
+def aux_items(common: Mapping[str, Any], scaler: Any) -> list[AuxItem]:
     """Counters, scheduler, loss scaler and what the job did to a step by configuration."""
-    common = folder.common
     counters = {
         name: common[name]
         for name in ("global_steps", "global_samples", "skipped_steps")
@@ -139,7 +166,9 @@ def aux_items(folder: Folder, scaler: Any) -> list[AuxItem]:
         if state.get("dynamic") or state.get("cur_scale", 1.0) != 1.0:
             value = {"class": scaler.made_by.name, "scale": float(state.get("cur_scale", 1.0))}
             items.append(AuxItem("scaler", {**value, "state": state, "override": None}))
-    config = folder.config
+    config = common.get("ds_config")
+    config = config if isinstance(config, dict) else {}
+    zero = config.get("zero_optimization")
     precision = next(
         (
             dtype
@@ -150,7 +179,7 @@ def aux_items(folder: Folder, scaler: Any) -> list[AuxItem]:
     )
     behaviour = {
         "framework": "deepspeed",
-        "zero_stage": int(folder.option("stage", 0)),
+        "zero_stage": int(zero.get("stage", 0)) if isinstance(zero, dict) else 0,
         "precision": precision,
         "gradient_clipping": float(config.get("gradient_clipping") or 0.0),
         "config": {name: v for name, v in config.items() if encodable(v)},

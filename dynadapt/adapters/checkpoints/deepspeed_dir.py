@@ -14,6 +14,7 @@ from dynadapt.adapters.checkpoints import _deepspeed_geometry as geometry
 from dynadapt.adapters.checkpoints._deepspeed_files import (
     Folder,
     aux_items,
+    hyper_item,
     number,
     optimizer_states,
     tag_folder,
@@ -35,11 +36,6 @@ if TYPE_CHECKING:
     from dynadapt.protocols import Agree
 
 __all__ = ["DeepSpeedDir"]
-
-#: Group entries that hold parameters, or say how an optimizer runs.
-_NOT_HYPER = frozenset(
-    {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "step"}
-)
 
 
 class DeepSpeedDir:
@@ -71,10 +67,10 @@ class DeepSpeedDir:
         """Lay out the files of all ranks; raises `Refused` with everything that cannot be so written."""
         writing = Writing(x, keys)
         made = Making(Path(x.path))
-        writing.lay_into(made)
+        rows = writing.laid.into(made)
         x.made = (writing, made)
-        specs = tuple(writing.targets.values())
-        return Described(specs, (), made.buffers, files=writing.rows(), flat_step=True)
+        specs = tuple(writing.laid.keys.values())
+        return Described(specs, (), made.buffers, files=rows, flat_step=True)
 
     def finish(
         self,
@@ -142,7 +138,7 @@ class _Reading:
         if findings:
             raise Refused(findings)
         scaler = self.states[0].get("loss_scaler")
-        aux = (*optimizer, *aux_items(self.folder, scaler))
+        aux = (*optimizer, *aux_items(self.folder.common, scaler))
         files = {file_endpoint(name): tuple(rows) for name, rows in self.files.rows.items()}
         specs = tuple(self.specs.values())
         return Described(specs, (), self.files.buffers, self.scalars, aux, files=files)
@@ -233,20 +229,13 @@ class _Reading:
         """The hyperparameters by name; and every spec gets its group."""
         for key, spec in self.specs.items():
             self.specs[key] = replace(spec, group=number_of.get(key.name, 0))
-        value = [
-            {
-                "names": list(names),
-                "hyper": {k: v for k, v in group.items() if k not in _NOT_HYPER},
-            }
-            for names, group in zip(groups, param_groups, strict=False)
-        ]
         slots = {key.slot for key in self.specs} - {"param", "compute", "buffer"}
         family = {
             frozenset({"exp_avg", "exp_avg_sq"}): "Adam",
             frozenset({"momentum_buffer"}): "SGD",
             frozenset({"exp_avg"}): "Lion",
         }.get(frozenset(slots))
-        items = [AuxItem("param_groups", value)] if value else []
+        items = [hyper_item(groups, param_groups)] if param_groups else []
         return [*items, *([AuxItem("optimizer", family)] if family else [])]
 
     def _frozen(self) -> None:

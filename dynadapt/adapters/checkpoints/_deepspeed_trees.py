@@ -1,0 +1,205 @@
+"""The parts of DeepSpeed's files that hold no tensors' bytes, made from keys, scalars and aux items.
+
+The trees are those that `DeepSpeedZeroOptimizer_Stage3.load_state_dict`,
+`DeepSpeedZeroOptimizer.load_state_dict` and `DeepSpeedEngine.load_checkpoint` of DeepSpeed 0.19 take.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dynadapt.adapters.checkpoints._names import natural
+from dynadapt.adapters.checkpoints._pickle import Global, Opaque, Size, StoredTensor
+from dynadapt.adapters.checkpoints._repickle import tensor
+from dynadapt.errors import Finding, Refused
+from dynadapt.vps.flat import zero3_part
+from dynadapt.vps.keys import Key, KeySpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from dynadapt.adapters.checkpoints._deepspeed_geometry import Shapes
+    from dynadapt.protocols import AuxItem, FileTarget
+
+__all__ = ["VERSION", "Model", "config_of", "hypers", "loss_scaler", "model_tree", "stage_enum"]
+
+VERSION = "0.19.8"
+"""The DeepSpeed whose format is written."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a checkpoint's keys say of the model: parameters by group, frozen ones, buffers.
+
+    `groups` are name -> shape in the optimizer's order, `order` all parameters in the model's;
+    `dtype` is what the model computes in.
+    """
+
+    groups: tuple[Shapes, ...]
+    frozen: tuple[KeySpec, ...]
+    buffers: tuple[KeySpec, ...]
+    order: tuple[str, ...]
+    by_key: Mapping[Key, KeySpec]
+    dtype: str
+
+    @classmethod
+    def of(cls, x: FileTarget, keys: Sequence[KeySpec]) -> Model:
+        """Sort the keys; raises `Refused` with everything that no DeepSpeed checkpoint can hold."""
+        params = [spec for spec in keys if spec.key.slot == "param"]
+        place = {name: i for i, name in enumerate(x.order)}
+        ordered = sorted(params, key=lambda s: (place.get(s.key.name, len(place)), *_place(s)))
+        groups = _grouped(x, [spec for spec in ordered if spec.trainable])
+        findings = [*_unfit(keys, groups)]
+        if findings:
+            raise Refused(findings)
+        dtype = _compute_dtype(keys)
+        if x.layout is not None:
+            dtype = x.layout.dtype("dtype", dtype)
+        return cls(
+            groups=tuple(groups),
+            frozen=tuple(spec for spec in ordered if not spec.trainable),
+            buffers=tuple(sorted((s for s in keys if s.kind == "buffer"), key=_place)),
+            order=tuple(spec.key.name for spec in ordered),
+            by_key={spec.key: spec for spec in keys},
+            dtype=dtype,
+        )
+
+    def slots(self, name: str) -> list[str]:
+        """The states of a parameter."""
+        return [
+            k.slot for k, spec in self.by_key.items() if k.name == name and spec.kind == "state"
+        ]
+
+
+def _place(spec: KeySpec) -> tuple[Any, ...]:
+    return (spec.order, natural(spec.key.name))
+
+
+def _compute_dtype(keys: Iterable[KeySpec]) -> str:
+    """What the model computes in: its copies' dtype, else that of its frozen weights, else float32."""
+    kinds = [s.dtype for s in keys if s.key.slot == "compute"]
+    kinds = kinds or [s.dtype for s in keys if s.key.slot == "param" and not s.trainable]
+    return max(sorted(set(kinds)), key=kinds.count, default="float32")
+
+
+def _grouped(x: FileTarget, trainable: Sequence[KeySpec]) -> list[Shapes]:
+    """Shapes by group, in the optimizer's order: as the target says, else as the source had them."""
+    specs = {spec.key.name: spec for spec in trainable}
+    by_any = {alias: n for n, spec in specs.items() for alias in (n, *spec.aliases)}
+    if x.groups:
+        named = [[by_any[n] for n in own if n in by_any] for own in x.groups]
+        left = sorted(set(specs) - {n for own in named for n in own})
+        if left:
+            cause = f"it and {len(left) - 1} other trainable parameters are in no group"
+            raise Refused([Finding("groups", left[0], cause, "list every one in a group")])
+    else:
+        numbers = sorted({spec.group for spec in trainable})
+        named = [[s.key.name for s in trainable if s.group == number] for number in numbers]
+    return [{n: specs[n].shape for n in own} for own in named if own]
+
+
+def _unfit(keys: Sequence[KeySpec], groups: Sequence[Shapes]) -> Iterable[Finding]:
+    held = {name: shape for own in groups for name, shape in own.items()}
+    if not held:
+        fix = "a DeepSpeed checkpoint is of a training state: convert to safetensors instead"
+        yield Finding("missing-key", "the source", "holds no trainable parameter", fix)
+    for spec in keys:
+        if spec.kind == "state" and spec.key.name in held and spec.shape != held[spec.key.name]:
+            cause = f"its shape {list(spec.shape)} is not its parameter's: no flat can hold it"
+            yield Finding("unsupported-state", str(spec.key), cause, "leave it out with --exclude")
+    for name, shape in held.items():
+        if not shape:
+            yield Finding("unsupported-shape", name, "DeepSpeed cannot train a tensor without dims")
+
+
+def hypers(aux: Mapping[str, AuxItem], groups: Sequence[Shapes]) -> list[dict[str, Any]]:
+    """The hyperparameters of each group; of members that differ the first's."""
+    item = aux.get("param_groups")
+    by_name = {n: g["hyper"] for g in (item.value if item else ()) for n in g["names"]}
+    return [next((dict(by_name[n]) for n in own if n in by_name), {}) for own in groups]
+
+
+def loss_scaler(aux: Mapping[str, AuxItem]) -> Opaque:
+    """The `loss_scaler` object: the source's, else one that multiplies by one."""
+    item = aux.get("scaler")
+    module = "deepspeed.runtime.fp16.loss_scaler"
+    if item is None:
+        state: dict[str, Any] = {"cur_scale": 1.0, "dynamic": False}
+        return Opaque(Global(module, "LossScaler"), new=True, state=state)
+    return Opaque(Global(module, item.value["class"]), new=True, state=dict(item.value["state"]))
+
+
+def stage_enum(stage: int) -> Opaque:
+    """`ZeroStageEnum(stage)`."""
+    return Opaque(Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), (stage,))
+
+
+def config_of(aux: Mapping[str, AuxItem], model: Model, zero: Mapping[str, Any]) -> dict[str, Any]:
+    """The source's `ds_config`, if there is one, with `zero` put into its ZeRO section."""
+    behaviour = aux["behaviour"].value if "behaviour" in aux else {}
+    config = dict(behaviour.get("config") or {})
+    own = dict(config.get("zero_optimization") or {})
+    for name in ("sub_group_size", "round_robin_gradients"):
+        own.pop(name, None)
+    config["zero_optimization"] = {**own, **zero}
+    for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
+        section = dict(config.pop(name, None) or {})
+        if dtype == model.dtype:
+            config[name] = {**section, "enabled": True}
+    return config
+
+
+def model_tree(
+    model: Model,
+    aux: Mapping[str, AuxItem],
+    config: Mapping[str, Any],
+    listed: Sequence[Shapes],
+    ranks: int,
+    *,
+    sharded: bool,
+) -> dict[str, Any]:
+    """A file of model states. Storages: a tensor's name; `empty.*`, `frozen.*` if `sharded` (stage 3)."""
+    frozen = {spec.key.name: spec for spec in model.frozen}
+    module: dict[str, StoredTensor] = {}
+    for spec in model.buffers:
+        module[spec.key.name] = tensor(spec.key.name, spec.dtype, spec.shape)
+    aliases: dict[str, str] = {}
+    for name in model.order:
+        spec = model.by_key[Key(name, "param")]
+        dtype = spec.dtype if name in frozen else model.dtype
+        storage, shape = (f"empty.{name}", (0,)) if sharded else (name, spec.shape)
+        module[name] = tensor(storage, dtype, shape)
+        for alias in spec.aliases:
+            aliases[alias] = name
+            module[alias] = module[name]
+    fragments = {
+        name: tensor(f"frozen.{name}", spec.dtype, (zero3_part(spec.numel, ranks),))
+        if sharded
+        else module[name]
+        for name, spec in frozen.items()
+    }
+    counters = dict(aux["counters"].value) if "counters" in aux else {}
+    users = {p.partition("/")[2]: i.value for p, i in aux.items() if p.startswith("user/")}
+    return {
+        "module": module,
+        "buffer_names": [spec.key.name for spec in model.buffers],
+        "optimizer": None,
+        "param_shapes": [{n: Size(shape) for n, shape in own.items()} for own in listed],
+        "frozen_param_shapes": {n: Size(spec.shape) for n, spec in frozen.items()},
+        "shared_params": aliases,
+        "frozen_param_fragments": fragments,
+        "lr_scheduler": aux["scheduler"].value["state"] if "scheduler" in aux else None,
+        "data_sampler": None,
+        "random_ltd": None,
+        "sparse_tensor_module_names": set(),
+        "skipped_steps": counters.get("skipped_steps", 0),
+        "global_steps": counters.get("global_steps", 0),
+        "global_samples": counters.get("global_samples", 0),
+        "dp_world_size": ranks,
+        "mp_world_size": 1,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "ds_config": dict(config),
+        "ds_version": VERSION,
+        **users,
+    }

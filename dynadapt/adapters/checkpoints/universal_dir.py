@@ -1,0 +1,284 @@
+"""DeepSpeed universal checkpoints: a folder a parameter, a file a state, each holding a whole tensor.
+
+The format is that of `deepspeed/checkpoint/ds_to_universal.py` and `universal_checkpoint.py`, 0.19. What
+is written has the model states of both kinds of loader: `mp_rank_00` for stages 1 and 2, `zero_pp_rank_0`
+for stage 3.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dynadapt.adapters.checkpoints import _deepspeed_geometry as geometry
+from dynadapt.adapters.checkpoints import _deepspeed_trees as trees
+from dynadapt.adapters.checkpoints._deepspeed_files import (
+    aux_items,
+    hyper_item,
+    model_states,
+    number,
+)
+from dynadapt.adapters.checkpoints._deepspeed_write import TAG, Laid
+from dynadapt.adapters.checkpoints._making import Making
+from dynadapt.adapters.checkpoints._pickle import StoredTensor
+from dynadapt.adapters.checkpoints._repickle import tensor
+from dynadapt.adapters.checkpoints._torch_file import read_torch
+from dynadapt.errors import Finding, Refused
+from dynadapt.protocols import Described, FileTarget, Outcome, alone
+from dynadapt.vps.keys import Key, KeySpec
+from dynadapt.vps.layout import file_endpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from dynadapt.protocols import Agree, AuxItem
+
+__all__ = ["UniversalDir"]
+
+MODEL = "mp_rank_00_model_states.pt"
+MODEL3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
+
+
+class UniversalDir:
+    """Reads and writes a universal checkpoint (a folder with `latest_universal`, or its tag folder)."""
+
+    name = "universal"
+
+    @staticmethod
+    def accepts(x: Any) -> bool:
+        """A folder with `zero/`, or with a `latest_universal` that leads to one."""
+        if isinstance(x, FileTarget):
+            return x.format == "universal"
+        return isinstance(x, str | Path) and _folder(Path(x)) is not None
+
+    def quiesce(self, x: Any, agree: Agree = alone) -> None:
+        """Files are at rest."""
+        agree()
+
+    def describe(self, x: Any) -> Described:
+        """Who holds what. Raises `Refused` with all that is wrong."""
+        if isinstance(x, FileTarget):
+            return Described((), (), {})
+        root = _folder(Path(x))
+        if root is None:
+            raise Refused([Finding("bad-file", str(x), "is no universal checkpoint")])
+        return _read(root)
+
+    def prepare(self, x: FileTarget, keys: tuple[KeySpec, ...]) -> Described:
+        """Lay out all files; raises `Refused` with everything that cannot be so written."""
+        model = trees.Model.of(x, keys)
+        tag = str(x.options.get("tag") or TAG)
+        laid = Laid()
+        for name in (n for own in model.groups for n in own):
+            master = model.by_key[Key(name, "param")]
+            for slot in ("param", *model.slots(name)):
+                known = model.by_key.get(Key(name, slot), master)
+                if known.presence == "none":
+                    continue
+                spec = replace(known, dtype="float32", presence="present")
+                laid.whole(f"{tag}/zero/{name}/{_file(slot)}.pt", spec, "0")
+            key = Key(name, "compute")
+            copy = replace(master, key=key, dtype=model.dtype, derived=True)
+            laid.whole(f"{tag}/{MODEL}", copy, name)
+        for spec in (*model.buffers, *model.frozen):
+            laid.whole(f"{tag}/{MODEL}", spec, spec.key.name)
+        for spec in model.buffers:
+            laid.whole(f"{tag}/{MODEL3}", spec, spec.key.name)
+        for spec in model.frozen:
+            laid.whole(f"{tag}/{MODEL3}", spec, f"frozen.{spec.key.name}")
+        made = Making(Path(x.path))
+        rows = laid.into(made)
+        x.made = (model, made, laid, tag)
+        return Described(tuple(laid.keys.values()), (), made.buffers, files=rows, flat_step=True)
+
+    def finish(
+        self,
+        x: FileTarget,
+        keys: tuple[KeySpec, ...],
+        scalars: Mapping[str, Mapping[str, int | float]],
+        aux: Mapping[str, AuxItem],
+        agree: Agree = alone,
+    ) -> tuple[Outcome, ...]:
+        """Write the frames of all files, the steps and the global state."""
+        agree()
+        model, made, laid, tag = x.made
+        for path, own in laid.storages.items():
+            if path.startswith(f"{tag}/zero/"):
+                (row,) = laid.rows[path] or (None,)
+                ((dtype, _),) = own.values()
+                shape = row.box.shape if row is not None else ()
+                made.seal_torch(path, {"param": tensor("0", dtype, shape), "cat_dim": 0}, x.crcs)
+        for name in (n for own in model.groups for n in own):
+            step = scalars.get(name, {}).get("step")
+            if step is not None:
+                path, values = f"{tag}/zero/{name}/step.pt", {"0": struct.pack("<f", step)}
+                made.seal_torch(path, tensor("0", "float32", ()), {}, values)
+        self._common(x, scalars, aux)
+        made.write("latest_universal", tag.encode())
+        held = {"param_groups", "counters", "scheduler", "scaler", "behaviour", "optimizer"}
+        return tuple(
+            Outcome(path, "exact")
+            if path in held or path.startswith("user/")
+            else Outcome(path, "dropped", "a universal checkpoint has no place for it")
+            for path in aux
+        )
+
+    def _common(
+        self,
+        x: FileTarget,
+        scalars: Mapping[str, Mapping[str, int | float]],
+        aux: Mapping[str, AuxItem],
+    ) -> None:
+        """`optimizer_state.pt`, as both loaders read it, and the model states."""
+        model, made, _, tag = x.made
+        config = trees.config_of(aux, model, {})
+        hypers = trees.hypers(aux, model.groups)
+        groups = [{**hyper, "params": [i]} for i, hyper in enumerate(hypers)]
+        steps = [values["step"] for values in scalars.values() if "step" in values]
+        values = {"0": struct.pack("<f", max(steps, default=0))}
+        scaler = trees.loss_scaler(aux)
+        tree = {
+            "loss_scaler": scaler,
+            "dynamic_loss_scale": bool(scaler.get("dynamic", False)),
+            "overflow": False,
+            "clip_grad": float(config.get("gradient_clipping") or 0.0),
+            "ds_version": trees.VERSION,
+            "param_groups": groups,
+            "optimizer_state_dict": {
+                "state": {0: {"step": tensor("0", "float32", ())}},
+                "param_groups": groups,
+            },
+        }
+        made.seal_torch(f"{tag}/zero/optimizer_state.pt", tree, {}, values)
+        info = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.4}}
+        for name, sharded in ((MODEL, False), (MODEL3, True)):
+            states = trees.model_tree(model, aux, config, model.groups, 1, sharded=sharded) | info
+            none = {f"empty.{n}": b"" for n in model.order} if sharded else {}
+            made.seal_torch(f"{tag}/{name}", states, x.crcs, none)
+
+    def abandon(self, x: Any) -> None:
+        """Whoever made the folder removes it."""
+
+
+def _file(slot: str) -> str:
+    return "fp32" if slot == "param" else slot
+
+
+def _folder(path: Path) -> Path | None:
+    if (path / "zero").is_dir():
+        return path
+    try:
+        tag = (path / "latest_universal").read_text(errors="replace").strip()
+    except OSError:
+        return None
+    inside = bool(tag) and Path(tag).name == tag and "\0" not in tag and tag not in {".", ".."}
+    return path / tag if inside and (path / tag / "zero").is_dir() else None
+
+
+def _read(root: Path) -> Described:
+    names = [name for name in (MODEL, MODEL3) if (root / name).is_file()]
+    if not names:
+        cause = "has no file of model states"
+        raise Refused([Finding("missing-file", str(root), cause, "copy the whole checkpoint")])
+    model = read_torch(str(root / names[0]))
+    common = model_states(model)
+    files = geometry.Files(str(root))
+    specs: dict[Key, KeySpec] = {}
+    scalars: dict[str, dict[str, int | float]] = {}
+    listed = common.get("param_shapes")
+    groups = [geometry.shapes_of(g) for g in (listed if isinstance(listed, list) else [listed])]
+    shapes = {name: shape for own in groups for name, shape in own.items()}
+    aliases: dict[str, list[str]] = {}
+    for alias, name in (common.get("shared_params") or {}).items():
+        aliases.setdefault(name, []).append(alias)
+    module = common["module"] or {}
+    buffer_names = set(common.get("buffer_names") or ())
+    params = [n for n in module if n not in buffer_names]
+    order = {name: i for i, name in enumerate(params)}
+    number_of = {name: i for i, own in enumerate(groups) for name in own}
+    frozen = geometry.shapes_of(common.get("frozen_param_shapes"))
+    for name, shape in shapes.items():
+        folder = root / "zero" / name
+        found = sorted(p.name for p in folder.glob("*.pt")) if folder.is_dir() else []
+        if "fp32.pt" not in found:
+            cause = "has no fp32.pt: its folder is missing or not whole"
+            files.findings.append(Finding("missing-file", f"zero/{name}", cause))
+        more = {
+            "order": order.get(name, len(order)),
+            "group": number_of[name],
+            "aliases": tuple(sorted(aliases.get(name, ()))),
+        }
+        for each in found:
+            file = read_torch(str(folder / each))
+            value = file.tree.get("param") if isinstance(file.tree, dict) else file.tree
+            slot = each.removesuffix(".pt")
+            key = Key(name, "param" if slot == "fp32" else slot)
+            if slot == "step":
+                if (step := number(value, file)) is not None:
+                    scalars.setdefault(name, {})["step"] = step
+                continue
+            if not isinstance(value, StoredTensor) or _numel(value.shape) != _numel(shape):
+                cause = f"holds no tensor of {list(shape)}"
+                files.findings.append(Finding("shape", f"zero/{name}/{each}", cause))
+                continue
+            flat = replace(value, shape=shape, strides=_strides(value, shape))
+            kind = "parameter" if slot == "fp32" else "state"
+            specs[key] = KeySpec(key, shape, value.dtype, kind=kind, **more)  # type: ignore[arg-type]
+            files.whole(key, file, flat)
+    for name, value in module.items():
+        if not isinstance(value, StoredTensor):
+            continue
+        if name in buffer_names:
+            key = Key(name, "buffer")
+            specs[key] = KeySpec(key, value.shape, value.dtype, kind="buffer", trainable=False)
+            files.whole(key, model, value)
+        elif name in frozen and value.shape == frozen[name]:
+            key = Key(name, "param")
+            specs[key] = KeySpec(
+                key, value.shape, value.dtype, trainable=False, order=order.get(name, 0)
+            )
+            files.whole(key, model, value)
+        elif name in shapes and value.shape == shapes[name]:
+            master = specs.get(Key(name, "param"))
+            if master is not None:
+                key = Key(name, "compute")
+                specs[key] = replace(master, key=key, dtype=value.dtype, derived=True)
+                files.whole(key, model, value)
+    lost = [n for n in frozen if Key(n, "param") not in specs]
+    files.findings += [
+        Finding(
+            "missing-key", n, "is frozen, and a universal checkpoint of stage 3 drops its value"
+        )
+        for n in lost
+    ]
+    if files.findings:
+        raise Refused(files.findings)
+    aux = [*_optimizer(root, groups), *aux_items(common, None)]
+    rows = {file_endpoint(path): tuple(own) for path, own in files.rows.items()}
+    return Described(tuple(specs.values()), (), files.buffers, scalars, tuple(aux), files=rows)
+
+
+def _optimizer(root: Path, groups: Sequence[geometry.Shapes]) -> list[AuxItem]:
+    path = root / "zero" / "optimizer_state.pt"
+    if not path.is_file():
+        return []
+    tree = read_torch(str(path)).tree
+    base = tree.get("optimizer_state_dict") if isinstance(tree, dict) else None
+    found = (base or {}).get("param_groups") or tree.get("param_groups") or []
+    return [hyper_item(groups, found)] if len(found) == len(groups) else []
+
+
+def _numel(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _strides(value: StoredTensor, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A flat tensor (as stage 3's conversion writes them) seen in its parameter's shape."""
+    from dynadapt.vps.box import row_major_strides
+
+    return value.strides if value.shape == shape else row_major_strides(shape)
