@@ -101,11 +101,10 @@ def convert(
     if place.exists() and not force:
         cause, fix = "is there already", "choose another place, or replace it with --force"
         raise Refused([Finding("target-exists", str(place), cause, fix)])
-    if place.exists() and Path(source.path).resolve() in (
-        place.resolve(),
-        *place.resolve().parents,
-    ):
-        raise Refused([Finding("target-exists", str(place), "is the source itself")])
+    ours, theirs = place.resolve(), Path(source.path).resolve()
+    if ours == theirs or ours in theirs.parents or theirs in ours.parents:
+        cause = "is the source itself, or one lies inside the other"
+        raise Refused([Finding("target-exists", str(place), cause, "choose another place")])
     problems = source.problems()
     if problems:
         raise Refused(problems)

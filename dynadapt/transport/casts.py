@@ -34,7 +34,7 @@ def cast(array: NDArray[Any], source: str, target: str) -> NDArray[Any]:
         return wide if target == "float32" else cast(wide, "float32", target)
     if target == "bfloat16":
         with np.errstate(over="ignore", invalid="ignore"):
-            return _to_bfloat16(np.ascontiguousarray(array, "<f4"))
+            return _to_bfloat16(np.asarray(array, "<f4", order="C"))
     with np.errstate(over="ignore", invalid="ignore"):
         narrowed: NDArray[Any] = array.astype(raw_dtype(target))
         return narrowed

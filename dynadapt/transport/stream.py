@@ -239,7 +239,7 @@ class _Writer:
         if len(rows) == 1:
             found = view_of(self._sources.array(rows[0]), rows[0], box)
             if kind != dtype:
-                return np.ascontiguousarray(self._cast(pair, found, dtype, box))
+                return np.asarray(self._cast(pair, found, dtype, box), order="C")
             if found.flags.c_contiguous:
                 return found
         out = self._staging(box.volume, dtype).reshape(box.shape)
@@ -277,7 +277,7 @@ def _exact(array: NDArray[Any], found: NDArray[Any], kind: str, dtype: str) -> b
     back = cast(found, dtype, kind)
     if kind == "bfloat16":
         array, back = cast(array, kind, "float32"), cast(back, kind, "float32")
-    return same_values(np.ascontiguousarray(array), back)
+    return same_values(array, back)
 
 
 def _write(fd: int, data: memoryview, at: int) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from tests.live import jobs
+
+if TYPE_CHECKING:
+    import torch
 
 
 def save_deepspeed(
