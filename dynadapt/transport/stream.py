@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from dynadapt.vps.keys import Key
     from dynadapt.vps.layout import Row, RowLayout
 
-__all__ = ["PIECE", "Streamed", "boxes_of", "key_sums", "stream", "view_of"]
+__all__ = ["PIECE", "Sources", "Streamed", "boxes_of", "key_sums", "stream", "view_of"]
 
 PIECE = 768 << 10
 """Bytes of one write."""
@@ -85,7 +85,12 @@ def boxes_of(box: Box, most: int) -> Iterator[Box]:
             yield Box((*at, lo, *box.lo[dim:]), (*ends, hi, *box.hi[dim:]))
 
 
-class _Sources:
+def inside(part: Box, box: Box) -> tuple[slice, ...]:
+    """Where a part of a box lies in an array of the box."""
+    return tuple(slice(a - o, b - o) for a, b, o in zip(part.lo, part.hi, box.lo, strict=True))
+
+
+class Sources:
     """The source's rows by key, and the arrays behind them."""
 
     def __init__(self, layout: RowLayout, buffers: Mapping[str, Any]) -> None:
@@ -111,6 +116,18 @@ class _Sources:
         whole = next((row for row in found if row.box.contains(box)), None)
         return found if whole is None else [whole]
 
+    def read(self, key: Key, box: Box) -> NDArray[Any]:
+        """The elements of a box, raw: a view where one row has them all, else put together."""
+        rows = self.rows(key, box)
+        if len(rows) == 1:
+            return view_of(self.array(rows[0]), rows[0], box)
+        out = np.empty(box.shape, self.array(rows[0]).dtype)
+        for row in rows:
+            part = row.box.intersect(box)
+            if part is not None:
+                out[inside(part, box)] = view_of(self.array(row), row, part)
+        return out
+
 
 def stream(
     matched: Match,
@@ -129,7 +146,7 @@ def stream(
     `only` are the buffers to fill, by default all. Elements of a buffer that no row holds are zeros.
     Raises `Refused` with everything that was found: `uncovered`, `narrowing`, `truncated-file`.
     """
-    sources = _Sources(source, buffers)
+    sources = Sources(source, buffers)
     by_buffer: dict[str, list[Row]] = {name: [] for name in targets}
     for endpoint in target.endpoints:
         for row in target.rows(endpoint):
@@ -165,7 +182,7 @@ class _Writer:
     def __init__(
         self,
         matched: Match,
-        sources: _Sources,
+        sources: Sources,
         narrow: Narrow,
         on_bytes: Callable[[int], None] | None,
     ) -> None:
@@ -250,10 +267,7 @@ class _Writer:
             found = view_of(self._sources.array(row), row, part)
             if kind != dtype:
                 found = self._cast(pair, found, dtype, part)
-            place = tuple(
-                slice(a - o, b - o) for a, b, o in zip(part.lo, part.hi, box.lo, strict=True)
-            )
-            out[place] = found
+            out[inside(part, box)] = found
         return out
 
     def _cast(self, pair: Pair, array: NDArray[Any], dtype: str, box: Box) -> NDArray[Any]:
@@ -311,7 +325,7 @@ def key_sums(
     endpoints are called.
     """
     told = names or {}
-    sources = _Sources(layout, buffers)
+    sources = Sources(layout, buffers)
 
     def one(row: Row, box: Box, dtype: str, own: str) -> int:
         total, array = 0, sources.array(row)

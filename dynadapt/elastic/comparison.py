@@ -1,0 +1,391 @@
+"""Two checkpoints compared, whatever their formats and layouts: element by element, in one pass.
+
+Nothing is loaded as a whole: both are read through maps, in boxes of at most `PIECE` bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from dynadapt.elastic import hints
+from dynadapt.elastic.checkpoint import layout_of
+from dynadapt.transport.casts import CASTABLE, cast
+from dynadapt.transport.stream import PIECE, Sources, boxes_of
+from dynadapt.vps.box import Box, linear_index
+from dynadapt.vps.keys import Key, itemsize
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from numpy.typing import NDArray
+
+    from dynadapt.elastic.checkpoint import Checkpoint
+    from dynadapt.elastic.selection import Selection
+    from dynadapt.protocols import AuxItem, Described
+    from dynadapt.vps.keys import KeySpec
+    from dynadapt.vps.layout import RowLayout
+
+__all__ = ["Comparison", "Difference", "Tolerance", "compare"]
+
+Verdict = Literal["identical", "rounding", "different", "only-in-a", "only-in-b"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """What still counts as equal: `|a - b| <= atol + rtol * |b|`, or at most `ulp` steps apart."""
+
+    rtol: float = 0.0
+    atol: float = 0.0
+    ulp: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What is known of one key in two checkpoints.
+
+    `first` is the first coordinate, in row-major order, whose values differ; `places` say which file
+    holds it on each side, `values` what is there. `ulp` is in steps of the coarser of both dtypes.
+    """
+
+    key: str
+    verdict: Verdict
+    dtypes: tuple[str, str] = ("", "")
+    shapes: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    count: int = 0
+    numel: int = 0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    max_ulp: int = 0
+    first: tuple[int, ...] | None = None
+    values: tuple[float, float] = (0.0, 0.0)
+    places: tuple[str, str] = ("", "")
+    hint: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values; what says nothing is left out."""
+        found: dict[str, Any] = {"key": self.key, "verdict": self.verdict}
+        if self.verdict == "identical":
+            return found
+        found |= {"dtypes": list(self.dtypes), "shapes": [list(s) for s in self.shapes]}
+        if self.first is not None:
+            found |= {
+                "count": self.count,
+                "numel": self.numel,
+                "max_abs": _finite(self.max_abs),
+                "max_rel": _finite(self.max_rel),
+                "max_ulp": self.max_ulp,
+                "first": list(self.first),
+                "values": [_finite(v) for v in self.values],
+                "places": list(self.places),
+            }
+        if self.hint:
+            found["hint"] = self.hint
+        return found
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two checkpoints compared: a `Difference` for every key, and for steps, hyperparameters, the rest.
+
+    `aux` maps a path to the two values that differ.
+    """
+
+    tensors: tuple[Difference, ...]
+    aux: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    bytes_read: int = 0
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs beyond the tolerance."""
+        return not self.aux and all(d.verdict in {"identical", "rounding"} for d in self.tensors)
+
+    def count(self, verdict: Verdict) -> int:
+        """Tensors with a verdict."""
+        return sum(d.verdict == verdict for d in self.tensors)
+
+    def to_json(self) -> dict[str, Any]:
+        """The comparison as plain JSON values; identical tensors are counted, not listed."""
+        verdicts = ("identical", "rounding", "different", "only-in-a", "only-in-b")
+        return {
+            "same": self.same,
+            "counts": {v: self.count(v) for v in verdicts},  # type: ignore[arg-type]
+            "bytes_read": self.bytes_read,
+            "tensors": [d.to_json() for d in self.tensors if d.verdict != "identical"],
+            "aux": {path: [repr(a), repr(b)] for path, (a, b) in self.aux.items()},
+        }
+
+
+def compare(
+    a: Checkpoint,
+    b: Checkpoint,
+    *,
+    selection: Selection | None = None,
+    tolerance: Tolerance | None = None,
+    ignore_missing: bool = False,
+    threads: int = 2,
+    on_bytes: Callable[[int, int], None] | None = None,
+) -> Comparison:
+    """Compare the states of two checkpoints: tensors, steps, hyperparameters and the rest.
+
+    Derived copies are left out: they follow from their masters. With `ignore_missing` only what both
+    hold is compared. Raises `Refused` for files that cannot be read.
+    """
+    one, two = _Side(a, selection), _Side(b, selection)
+    pairs, lonely = _pairs(one, two)
+    total = sum(s.nbytes + t.nbytes for s, t in pairs)
+    done = 0
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if on_bytes is not None:
+            on_bytes(done, total)
+
+    run = _Run(one, two, tolerance or Tolerance(), count)
+    pairs.sort(key=lambda pair: -pair[0].nbytes)
+    with ThreadPoolExecutor(threads) as pool:
+        found = list(pool.map(lambda pair: run.tensor(*pair), pairs))
+    found = [hints.hinted(d, one, two) if d.verdict == "different" else d for d in found]
+    if not ignore_missing:
+        found += lonely
+    aux = _aux_differences(one.own, two.own, ignore_missing)
+    return Comparison(tuple(sorted(found, key=lambda d: d.key)), aux, done)
+
+
+class _Side:
+    """One checkpoint, or the part of it that is meant."""
+
+    def __init__(self, checkpoint: Checkpoint, selection: Selection | None) -> None:
+        self.files = checkpoint.files
+        self.own: Described = checkpoint.own if selection is None else selection.of(checkpoint.own)
+        self.layout: RowLayout = checkpoint.layout if selection is None else layout_of(self.own)
+        self.sources = Sources(self.layout, self.own.buffers)
+        self.names: dict[Key, KeySpec] = {}
+        for spec in self.layout.keys:
+            for name in (spec.key.name, *spec.aliases):
+                self.names[Key(name, spec.key.slot)] = spec
+
+    def read(self, spec: KeySpec, box: Box) -> NDArray[Any]:
+        """The elements of a box, raw."""
+        return self.sources.read(spec.key, box)
+
+    def place(self, spec: KeySpec, coordinate: tuple[int, ...]) -> str:
+        """The file that holds an element, and where in it."""
+        at = Box(coordinate, tuple(x + 1 for x in coordinate))
+        row = self.sources.rows(spec.key, at)[0]
+        buffer = self.own.buffers[row.buffer]
+        byte = buffer.offset + row.offset_of(coordinate) * itemsize(buffer.dtype)  # type: ignore[attr-defined]
+        return f"{row.buffer.partition('#')[0]} at byte {byte:,}"
+
+
+def _pairs(one: _Side, two: _Side) -> tuple[list[tuple[KeySpec, KeySpec]], list[Difference]]:
+    pairs: list[tuple[KeySpec, KeySpec]] = []
+    lonely: list[Difference] = []
+    met: set[Key] = set()
+    for spec in one.layout.keys:
+        if spec.derived:
+            continue
+        names = (Key(name, spec.key.slot) for name in (spec.key.name, *spec.aliases))
+        other = next((two.names[key] for key in names if key in two.names), None)
+        if other is None or other.derived:
+            lonely.append(_alone(spec, "only-in-a"))
+            continue
+        met.add(other.key)
+        pairs.append((spec, other))
+    lonely += [
+        _alone(spec, "only-in-b")
+        for spec in two.layout.keys
+        if not spec.derived and spec.key not in met
+    ]
+    return pairs, lonely
+
+
+def _alone(spec: KeySpec, verdict: Verdict) -> Difference:
+    return Difference(
+        str(spec.key), verdict, (spec.dtype, spec.dtype), (spec.shape, spec.shape), numel=spec.numel
+    )
+
+
+@dataclass
+class _Tally:
+    """Differences of one tensor, piece by piece."""
+
+    count: int = 0
+    beyond: int = 0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    max_ulp: int = 0
+    first: tuple[int, ...] | None = None
+    at: int = 0
+    values: tuple[float, float] = (0.0, 0.0)
+
+
+class _Run:
+    """Compares one pair of keys after another; one call of `tensor` a thread."""
+
+    def __init__(
+        self, one: _Side, two: _Side, tolerance: Tolerance, count: Callable[[int], None]
+    ) -> None:
+        self.one, self.two, self.tolerance, self.count = one, two, tolerance, count
+
+    def tensor(self, a: KeySpec, b: KeySpec) -> Difference:
+        """The verdict on one key."""
+        known = {"dtypes": (a.dtype, b.dtype), "shapes": (a.shape, b.shape), "numel": a.numel}
+        if a.shape != b.shape:
+            return Difference(str(a.key), "different", **known)  # type: ignore[arg-type]
+        tally = _Tally()
+        if a.presence == b.presence == "present" and a.numel:
+            most = max(PIECE // max(itemsize(a.dtype), itemsize(b.dtype)), 1)
+            for box in boxes_of(Box.whole(a.shape), most):
+                x, y = self.one.read(a, box), self.two.read(b, box)
+                self.count(x.nbytes + y.nbytes)
+                if a.dtype == b.dtype and _bits_equal(x, y):
+                    continue
+                self._piece(tally, box, a, b, x, y)
+        if not tally.count:
+            verdict: Verdict = "identical" if a.dtype == b.dtype else "rounding"
+            return Difference(str(a.key), verdict, **known)  # type: ignore[arg-type]
+        verdict = "different" if tally.beyond else "rounding"
+        first = tally.first or ()
+        return Difference(
+            str(a.key),
+            verdict,
+            count=tally.count,
+            max_abs=tally.max_abs,
+            max_rel=tally.max_rel,
+            max_ulp=tally.max_ulp,
+            first=first,
+            values=tally.values,
+            places=(self.one.place(a, first), self.two.place(b, first)),
+            **known,  # type: ignore[arg-type]
+        )
+
+    def _piece(
+        self, tally: _Tally, box: Box, a: KeySpec, b: KeySpec, x: NDArray[Any], y: NDArray[Any]
+    ) -> None:
+        coarse = min((a.dtype, b.dtype), key=_precision)
+        if not {a.dtype, b.dtype} <= CASTABLE:
+            differ = x != y if x.dtype == y.dtype else np.ones(x.shape, bool)
+            wide = [np.asarray(v, "f8") if v.dtype.kind in "iufb" else differ for v in (x, y)]
+            steps = np.zeros(x.shape, np.int64)
+            allowed = np.zeros(x.shape, bool)
+        else:
+            ordered = [_ordered(cast(v, s.dtype, coarse), coarse) for v, s in ((x, a), (y, b))]
+            wide = [np.asarray(cast(v, s.dtype, "float64")) for v, s in ((x, a), (y, b))]
+            nans = np.isnan(wide[0]) & np.isnan(wide[1])
+            steps = np.abs(ordered[0] - ordered[1])
+            steps[nans] = 0
+            if a.dtype == b.dtype:
+                differ = (x.view(f"u{x.itemsize}") != y.view(f"u{y.itemsize}")) & ~nans
+            else:
+                differ = (wide[0] != wide[1]) & ~nans
+            with np.errstate(invalid="ignore"):
+                gap = np.abs(wide[0] - wide[1])
+                limit = self.tolerance.atol + self.tolerance.rtol * np.abs(wide[1])
+                allowed = (gap <= limit) | (steps <= self.tolerance.ulp)
+        if not differ.any():
+            return
+        tally.count += int(differ.sum())
+        tally.beyond += int((differ & ~allowed).sum())
+        with np.errstate(invalid="ignore", divide="ignore"):
+            gap = np.abs(wide[0] - wide[1])[differ]
+            scale = np.maximum(np.abs(wide[0]), np.abs(wide[1]))[differ]
+            tally.max_abs = _top(tally.max_abs, gap)
+            tally.max_rel = _top(tally.max_rel, gap / scale)
+        tally.max_ulp = max(tally.max_ulp, int(steps[differ].max()))
+        inside = tuple(int(n) for n in np.unravel_index(int(differ.argmax()), differ.shape))
+        first = tuple(low + n for low, n in zip(box.lo, inside, strict=True))
+        at = linear_index(first, a.shape)
+        if tally.first is None or at < tally.at:
+            tally.first, tally.at = first, at
+            tally.values = (float(wide[0][inside]), float(wide[1][inside]))
+
+
+def _bits_equal(x: NDArray[Any], y: NDArray[Any]) -> bool:
+    if x.flags.c_contiguous and y.flags.c_contiguous and x.nbytes == y.nbytes:
+        # The C library's, which holds no lock of the interpreter and makes no array of answers.
+        return not _memcmp(x.ctypes.data, y.ctypes.data, x.nbytes)
+    return bool(np.array_equal(x.view(f"u{x.itemsize}"), y.view(f"u{y.itemsize}")))
+
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+def _precision(dtype: str) -> int:
+    """Bits of a float's fraction: the coarser of two is the one with fewer."""
+    return {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}.get(dtype, 0)
+
+
+def _ordered(array: NDArray[Any], dtype: str) -> NDArray[np.int64]:
+    """Floats as integers in the order of their values, neighbours one apart; both zeros are 0."""
+    size = itemsize(dtype)
+    bits = np.ascontiguousarray(array).view(f"u{size}").astype(np.int64).reshape(array.shape)
+    if size == 8:
+        negative, magnitude = bits < 0, bits & np.int64(0x7FFFFFFFFFFFFFFF)
+    else:
+        top = np.int64(1) << np.int64(8 * size - 1)
+        negative, magnitude = (bits & top) != 0, bits & (top - 1)
+    signed: NDArray[np.int64] = magnitude * (1 - 2 * negative.astype(np.int64))
+    return signed
+
+
+def _top(known: float, values: NDArray[Any]) -> float:
+    if not values.size:
+        return known
+    if np.isnan(values).any():
+        return math.inf
+    return max(known, float(values.max()))
+
+
+def _finite(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+def _aux_differences(
+    a: Described, b: Described, ignore_missing: bool
+) -> dict[str, tuple[Any, Any]]:
+    found: dict[str, tuple[Any, Any]] = {}
+    for name in sorted({*a.scalars, *b.scalars}):
+        here, there = a.scalars.get(name, {}), b.scalars.get(name, {})
+        for label in sorted({*here, *there}):
+            x, y = here.get(label), there.get(label)
+            if x != y and not (ignore_missing and None in (x, y)):
+                found[f"{name}/{label}"] = (x, y)
+    one, two = _flat_aux(a.aux), _flat_aux(b.aux)
+    for path in sorted({*one, *two}):
+        x, y = one.get(path), two.get(path)
+        missing = path not in one or path not in two
+        if x != y and not (missing and ignore_missing):
+            found[path] = (x, y)
+    return found
+
+
+def _flat_aux(items: tuple[AuxItem, ...]) -> dict[str, Any]:
+    """Hyperparameters by parameter, the rest by path; how a job was configured is not its state."""
+    found: dict[str, Any] = {}
+    for item in items:
+        if item.path == "behaviour":
+            continue
+        if item.path == "param_groups":
+            for group in item.value:
+                for name in group["names"]:
+                    for label, value in group["hyper"].items():
+                        found[f"param_groups/{name}/{label}"] = _plain(value)
+        else:
+            found[item.path] = _plain(item.value)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value
