@@ -21,7 +21,7 @@ from dynadapt.protocols import Adapter, FileTarget, TrainState
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["GROUP", "Entry", "adapter_for", "entries", "register"]
+__all__ = ["GROUP", "Entry", "adapter_for", "entries", "format_names", "register"]
 
 GROUP = "dynadapt.adapters"
 
@@ -138,6 +138,11 @@ def entries() -> tuple[Entry, ...]:
         owner = point.dist.name if point.dist is not None else point.value.partition(":")[0]
         found.append(Entry(point.name, point.value, (owner,)))
     return tuple(found)
+
+
+def format_names() -> tuple[str, ...]:
+    """The names of the checkpoint formats."""
+    return tuple(entry.name for entry in _FORMATS)
 
 
 def adapter_for(x: Any) -> Adapter:

@@ -7,8 +7,11 @@ import sys
 import typer
 from rich.console import Console
 
+from dynadapt.cli._convert import convert
 from dynadapt.cli._demo import demo
+from dynadapt.cli._diff import diff
 from dynadapt.cli._env import env
+from dynadapt.cli._files import fingerprint, inspect, verify
 from dynadapt.cli._plan import plan
 from dynadapt.cli._show import show
 from dynadapt.errors import DynadaptError
@@ -29,7 +32,7 @@ def _root() -> None:
     """Moves sharded training state between frameworks and layouts."""
 
 
-for command in (demo, env, plan, show):
+for command in (convert, demo, diff, env, fingerprint, inspect, plan, show, verify):
     app.command()(command)
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dynadapt.vps.model_shape import ModelShape, State
     from dynadapt.vps.tp_rules import TpRules
 
-__all__ = ["plan"]
+__all__ = ["plan", "size_of"]
 
 UNITS = {"": 1, "b": 1, "kb": 1000, "mb": 1000**2, "gb": 1000**3}
 UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
@@ -111,15 +111,20 @@ def _states(optimizer: str) -> tuple[State, ...]:
     return known[optimizer]
 
 
-def _bytes(text: str) -> int:
-    """`512MiB`, `1GB` or a plain number as bytes."""
+def size_of(text: str) -> int:
+    """`512MiB`, `1GB` or a plain number as bytes; raises `DynadaptError` (`bad-argument`)."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
     if found is None or found[2].lower() not in UNITS:
         raise DynadaptError(f"{text!r} is not a size such as 512MiB", reason="bad-argument")
-    size = float(found[1]) * UNITS[found[2].lower()]
+    return int(float(found[1]) * UNITS[found[2].lower()])
+
+
+def _bytes(text: str) -> int:
+    """A size that can be a budget for staging."""
+    size = size_of(text)
     if not 64 << 10 <= size < 1 << 50:
         raise DynadaptError(f"{text} is not from 64KiB to 1PiB of staging", reason="bad-argument")
-    return int(size)
+    return size
 
 
 def _families(

@@ -171,7 +171,7 @@ def _write(
     aux = {item.path: item for item in own.aux}
     outcomes = writer.finish(work, layout.keys, own.scalars, aux)
     clock.lap("finish")
-    kept = {pair.target.key for pair in matched.pairs if not pair.target.derived}
+    kept = {pair.target.key for pair in matched.pairs}
     outcomes += tuple(
         Outcome(str(spec.key), "dropped", "the target has no place for it")
         for spec in layout.keys
@@ -181,6 +181,7 @@ def _write(
         _verify(str(work.path), streamed.sums, kept, threads)
         clock.lap("verify")
     prints = fingerprint(there.keys, streamed.sums)
+    _bring_along(Path(source.path), Path(work.path))
     manifest = {
         "version": 1,
         "format": work.format,
@@ -200,6 +201,23 @@ def _write(
         seconds=clock.seconds,
         outcomes=outcomes,
     )
+
+
+_ALONG = {".json", ".txt", ".model", ".jinja", ".md", ".yaml", ".vocab"}
+"""Endings of the small files of a Hugging Face folder: config, tokenizer, chat template."""
+
+_MOST = 64 << 20
+
+
+def _bring_along(source: Path, target: Path) -> None:
+    """Copy the small files of a Hugging Face folder, if the source is one."""
+    if not (source / "config.json").is_file():
+        return
+    for path in sorted(source.iterdir()):
+        small = path.suffix in _ALONG and path.is_file() and path.stat().st_size <= _MOST
+        ours = path.name == MANIFEST or path.name.endswith(".index.json")
+        if small and not ours and not (target / path.name).exists():
+            shutil.copy2(path, target / path.name)
 
 
 def _copies(source: RowLayout, target: RowLayout) -> list[Pair]:

@@ -319,7 +319,7 @@ def key_sums(
     threads: int = 2,
     names: Mapping[int, str] | None = None,
 ) -> tuple[dict[Key, int], tuple[Finding, ...]]:
-    """The sum of every key that moves, and a finding for each replica that differs from the first.
+    """The sum of every key, derived copies too, and a finding for each replica that differs.
 
     `dtypes` are the dtypes that sums are taken in, by default the keys' own; `names` say what
     endpoints are called.
@@ -356,7 +356,7 @@ def key_sums(
                 total += one(rows[numbers[0]], cell, dtype, spec.dtype)
         return key, total & _MASK, drifted
 
-    moving = [i for i, spec in enumerate(layout.keys) if spec.moves]
+    moving = [i for i, s in enumerate(layout.keys) if s.numel and s.presence == "present"]
     moving.sort(key=lambda i: -layout.keys[i].nbytes)
     with ThreadPoolExecutor(threads) as pool:
         answers = list(pool.map(key_of, moving))

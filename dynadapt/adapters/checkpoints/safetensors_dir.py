@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +34,8 @@ __all__ = ["SafetensorsDir"]
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_HEADER = 100 << 20
+BUFFERS = "dynadapt_buffers"
+"""In the header's metadata: a JSON list of the names that are buffers, which the format does not say."""
 SHARD = 5 << 30
 """Bytes of a file, unless the user says otherwise, as transformers writes them."""
 
@@ -87,24 +91,24 @@ class SafetensorsDir:
         buffers: dict[str, FileBuffer] = {}
         files: dict[int, tuple[Row, ...]] = {}
         findings: list[Finding] = []
-        every: list[tuple[str, str, str, tuple[int, ...]]] = []
+        every: list[tuple[str, str]] = []
         for name in names:
             try:
-                entries = read_header(str(root / name))
+                entries, held = read_header(str(root / name))
             except Refused as error:
                 findings += error.findings
                 continue
             rows = []
             for tensor, (dtype, shape, at) in entries.items():
-                every.append((tensor, name, dtype, shape))
-                spec = tensor_spec(tensor, shape, dtype, 0)
+                every.append((tensor, name))
+                spec = tensor_spec(tensor, shape, dtype, 0, buffers=held)
+                specs.append(spec)
                 buffer = f"{name}#{tensor}"
                 buffers[buffer] = FileBuffer(str(root / name), dtype, at, prod(shape))
                 rows.append(_row(spec, buffer))
             files[file_endpoint(name)] = tuple(rows)
         order = {tensor: i for i, tensor in enumerate(sorted({e[0] for e in every}, key=natural))}
-        for tensor, _, dtype, shape in every:
-            specs.append(tensor_spec(tensor, shape, dtype, order[tensor]))
+        specs = [replace(spec, order=order[spec.key.name]) for spec in specs]
         findings += _missing(root, names, {e[0]: e[1] for e in every})
         if findings:
             raise Refused(findings)
@@ -114,6 +118,7 @@ class SafetensorsDir:
         """Lay out the files, of at most `options["max_shard_size"]` bytes each."""
         held = [k for k in keys if k.moves or not k.numel]
         kept = [k for k in held if k.kind in {"parameter", "buffer"} and k.key.slot != "compute"]
+        kept = [_as_asked(k, x.options) for k in kept]
         findings = [
             Finding("dtype", str(k.key), f"safetensors has no {k.dtype}")
             for k in kept
@@ -188,8 +193,14 @@ def _missing(root: Path, names: Sequence[str], found: Mapping[str, str]) -> list
     ]
 
 
-def read_header(path: str) -> dict[str, tuple[str, tuple[int, ...], int]]:
-    """Tensor -> (dtype, shape, byte offset in the file); raises `Refused` (`bad-file`)."""
+Entries = dict[str, tuple[str, tuple[int, ...], int]]
+
+
+def read_header(path: str) -> tuple[Entries, frozenset[str] | None]:
+    """Tensor -> (dtype, shape, byte offset in the file), and the names of buffers, if it says them.
+
+    Raises `Refused` (`bad-file`).
+    """
     data = mapped(path)
     try:
         (length,) = struct.unpack_from("<Q", data)
@@ -198,8 +209,9 @@ def read_header(path: str) -> dict[str, tuple[str, tuple[int, ...], int]]:
         header = json.loads(bytes(data[8 : 8 + length]))
         if not isinstance(header, dict):
             raise TypeError("the header is no object")
-        header.pop("__metadata__", None)
-        found = {}
+        told = (header.pop("__metadata__", None) or {}).get(BUFFERS)
+        buffers = None if told is None else frozenset(map(str, json.loads(told)))
+        found: Entries = {}
         for name, entry in header.items():
             dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
             begin, end = entry["data_offsets"]
@@ -208,14 +220,26 @@ def read_header(path: str) -> dict[str, tuple[str, tuple[int, ...], int]]:
             if end - begin != prod(shape) * itemsize(dtype) or 8 + length + end > len(data):
                 raise ValueError(f"{name} does not fit its place, or the file is cut short")
             found[name] = (dtype, shape, 8 + length + begin)
-    except (ValueError, KeyError, TypeError, struct.error, RecursionError) as error:
+    except (
+        *(ValueError, KeyError, TypeError, AttributeError),
+        *(struct.error, RecursionError),
+    ) as error:
         cause = f"is no whole safetensors file: {error!r}"[:300]
         raise Refused([Finding("bad-file", path, cause, "copy it again")]) from error
-    return found
+    return found, buffers
 
 
 def _row(spec: KeySpec, buffer: str) -> Row:
     return Row(spec.key, Box.whole(spec.shape), buffer, 0, row_major_strides(spec.shape))
+
+
+def _as_asked(spec: KeySpec, options: Mapping[str, Any]) -> KeySpec:
+    """With `options["dtype"]`, floats have that dtype, but for names that match `keep_dtype`."""
+    dtype = options.get("dtype")
+    kept = any(fnmatchcase(spec.key.name, glob) for glob in options.get("keep_dtype", ()))
+    if dtype is None or kept or spec.dtype not in {"float16", "bfloat16", "float32", "float64"}:
+        return spec
+    return replace(spec, dtype=dtype)
 
 
 def _shards(specs: Sequence[KeySpec], most: int) -> list[list[KeySpec]]:
@@ -232,7 +256,8 @@ def _shards(specs: Sequence[KeySpec], most: int) -> list[list[KeySpec]]:
 
 def _header(specs: Sequence[KeySpec]) -> tuple[bytes, int, dict[str, int]]:
     """The bytes before the data, their number, and where each tensor starts in the file."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    buffers = json.dumps([spec.key.name for spec in specs if spec.kind == "buffer"])
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", BUFFERS: buffers}}
     at, places = 0, {}
     for spec in specs:
         places[spec.key.name] = at

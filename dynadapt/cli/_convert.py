@@ -1,0 +1,125 @@
+"""`dynadapt convert`: one checkpoint written in another format or layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from dynadapt.cli._files import WorkersOption
+from dynadapt.cli._options import JsonOption
+from dynadapt.errors import DynadaptError
+
+if TYPE_CHECKING:
+    from dynadapt.elastic.conversion import ConversionReport
+
+__all__ = ["Globs", "convert"]
+
+Globs = Annotated[list[str] | None, typer.Option(help="Glob over tensor names; may be repeated.")]
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint to read.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="Where to write; must not exist.")],
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to", metavar="SPEC", help="zero3:dp=4, zero1:dp=2, universal or safetensors."
+        ),
+    ],
+    include: Globs = None,
+    exclude: Globs = None,
+    strip_prefix: Annotated[str, typer.Option(help="Taken off every name that has it.")] = "",
+    add_prefix: Annotated[str, typer.Option(help="Put before every name.")] = "",
+    weights_only: Annotated[bool, typer.Option("--weights-only", help="No optimizer.")] = False,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the weights written to safetensors, e.g. bfloat16.")
+    ] = None,
+    keep_dtype: Annotated[
+        list[str] | None, typer.Option(help="Globs of names that --dtype leaves alone.")
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Of a safetensors file.")] = "5GB",
+    workers: WorkersOption = 2,
+    verify: Annotated[bool, typer.Option(help="Read everything back and compare.")] = True,
+    force: Annotated[bool, typer.Option("--force", help="Replace DST if it exists.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a checkpoint in another format or layout, in one pass, and prove it by its fingerprint.
+
+    DST gets its name when all of it is there and right; SRC is only read.
+    """
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    from dynadapt.cli._plan import size_of
+    from dynadapt.elastic import conversion
+    from dynadapt.elastic.checkpoint import open_checkpoint
+    from dynadapt.elastic.selection import Selection
+    from dynadapt.elastic.targets import target_of
+    from dynadapt.vps.keys import ITEMSIZE
+
+    options: dict[str, Any] = {"max_shard_size": size_of(max_shard_size)}
+    if dtype is not None:
+        if dtype not in ITEMSIZE:
+            raise DynadaptError(f"--dtype {dtype}: no such dtype", reason="bad-argument")
+        options |= {"dtype": dtype, "keep_dtype": tuple(keep_dtype or ())}
+    wanted = target_of(target, to, options)
+    chosen = Selection(
+        include=tuple(include or ()),
+        exclude=tuple(exclude or ()),
+        strip_prefix=strip_prefix,
+        add_prefix=add_prefix,
+        weights_only=weights_only or wanted.format == "safetensors",
+    )
+    console = Console(stderr=True)
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("converting", total=None)
+        report = conversion.convert(
+            open_checkpoint(source),
+            wanted,
+            selection=chosen,
+            narrow="allow" if dtype is not None else "if-exact",
+            verify=verify,
+            force=force,
+            threads=workers,
+            on_bytes=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    if as_json:
+        typer.echo(json.dumps(report.to_json(), indent=2))
+    else:
+        _print(Console(), report)
+
+
+def _print(console: Console, report: ConversionReport) -> None:
+    from rich.table import Table
+
+    from dynadapt.elastic.outcome import human
+
+    table = Table("", "", show_header=False, title=escape(f"{report.source} -> {report.target}"))
+    phases = ", ".join(f"{name} {value:.2f}" for name, value in report.seconds.items())
+    proof = "read back and equal" if report.verified else "not read back"
+    for name, text in (
+        ("format", report.format),
+        ("read, written", f"{human(report.bytes_read)}, {human(report.bytes_written)}"),
+        ("seconds", f"{sum(report.seconds.values()):.2f} ({phases})"),
+        ("fingerprint", f"{report.fingerprint}, {proof}"),
+    ):
+        table.add_row(name, escape(text))
+    for outcome in report.outcomes:
+        if outcome.kind != "exact":
+            table.add_row(outcome.kind, escape(f"{outcome.path}: {outcome.note}"))
+    for finding in report.warnings:
+        table.add_row("[yellow]warning[/yellow]", escape(str(finding)))
+    console.print(table)

@@ -1,0 +1,47 @@
+"""What the word after `--to` means: a format, a layout, or both."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, Any
+
+from dynadapt.errors import Finding, Refused
+from dynadapt.protocols import FileTarget
+from dynadapt.registry import format_names
+from dynadapt.vps.spec import LayoutSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+__all__ = ["target_of"]
+
+_DEFAULT = {"zero1": "deepspeed", "zero2": "deepspeed", "zero3": "deepspeed"}
+"""The format of a kind of layout, where none is named."""
+
+
+def target_of(path: str | Path, spec: str, options: Mapping[str, Any] | None = None) -> FileTarget:
+    """A target from text: `universal`, `zero3:dp=4`, or `deepspeed/zero3:dp=4`.
+
+    Raises `Refused` (`bad-spec`).
+
+    >>> target = target_of("out", "zero3:dp=4")
+    >>> target.format, str(target.layout)
+    ('deepspeed', 'zero3:dp=4')
+    """
+    known = format_names()
+    text = spec.strip()
+    if text in known:
+        return FileTarget(str(path), text, None, options=dict(options or {}))
+    if ":" not in text and "/" not in text:
+        near = difflib.get_close_matches(text, known, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        cause = f"is neither a format ({', '.join(known)}) nor a layout{hint}"
+        raise Refused([Finding("bad-spec", text, cause, "write e.g. zero3:dp=4 or safetensors")])
+    layout = LayoutSpec.parse(text)
+    named = layout.format or _DEFAULT.get(layout.kind)
+    if named not in known:
+        cause = f"no format is called {named!r}" if named else f"{layout.kind} needs a format"
+        fix = f"known: {', '.join(known)}; write FORMAT/{layout.kind}:..."
+        raise Refused([Finding("bad-spec", text, cause, fix)])
+    return FileTarget(str(path), named, layout, options=dict(options or {}))
