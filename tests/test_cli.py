@@ -56,8 +56,40 @@ def test_commands_and_options() -> None:
         for name, command in group.commands.items()
     }
     assert found == {
+        "convert": [
+            "--add-prefix",
+            "--dtype",
+            "--exclude",
+            "--force",
+            "--include",
+            "--json",
+            "--keep-dtype",
+            "--max-shard-size",
+            "--strip-prefix",
+            "--to",
+            "--verify",
+            "--weights-only",
+            "--workers",
+            "source",
+            "target",
+        ],
         "demo": ["--json"],
+        "diff": [
+            "--atol",
+            "--exclude",
+            "--ignore-missing",
+            "--include",
+            "--json",
+            "--rtol",
+            "--ulp",
+            "--weights-only",
+            "--workers",
+            "a",
+            "b",
+        ],
         "env": ["--json"],
+        "fingerprint": ["--json", "--workers", "path"],
+        "inspect": ["--filter", "--json", "--shards", "--summary", "path"],
         "plan": [
             "--budget",
             "--experts",
@@ -80,6 +112,7 @@ def test_commands_and_options() -> None:
             "--tp-plan",
             "spec",
         ],
+        "verify": ["--json", "--workers", "path"],
     }
 
 

@@ -49,6 +49,8 @@ class Tolerance:
 class Difference:
     """What is known of one key in two checkpoints.
 
+    `rounding` is a verdict on values that are neighbours in the coarser of both dtypes; `within` says
+    that all differences are inside the tolerance that was asked for.
     `first` is the first coordinate, in row-major order, whose values differ; `places` say which file
     holds it on each side, `values` what is there. `ulp` is in steps of the coarser of both dtypes.
     """
@@ -65,6 +67,7 @@ class Difference:
     first: tuple[int, ...] | None = None
     values: tuple[float, float] = (0.0, 0.0)
     places: tuple[str, str] = ("", "")
+    within: bool = False
     hint: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -103,7 +106,7 @@ class Comparison:
     @property
     def same(self) -> bool:
         """Whether nothing differs beyond the tolerance."""
-        return not self.aux and all(d.verdict in {"identical", "rounding"} for d in self.tensors)
+        return not self.aux and all(d.verdict == "identical" or d.within for d in self.tensors)
 
     def count(self, verdict: Verdict) -> int:
         """Tensors with a verdict."""
@@ -218,6 +221,7 @@ class _Tally:
 
     count: int = 0
     beyond: int = 0
+    strange: bool = False
     max_abs: float = 0.0
     max_rel: float = 0.0
     max_ulp: int = 0
@@ -249,9 +253,8 @@ class _Run:
                     continue
                 self._piece(tally, box, a, b, x, y)
         if not tally.count:
-            verdict: Verdict = "identical" if a.dtype == b.dtype else "rounding"
-            return Difference(str(a.key), verdict, **known)  # type: ignore[arg-type]
-        verdict = "different" if tally.beyond else "rounding"
+            return Difference(str(a.key), "identical", **known)  # type: ignore[arg-type]
+        verdict: Verdict = "different" if tally.max_ulp > 1 or tally.strange else "rounding"
         first = tally.first or ()
         return Difference(
             str(a.key),
@@ -263,6 +266,7 @@ class _Run:
             first=first,
             values=tally.values,
             places=(self.one.place(a, first), self.two.place(b, first)),
+            within=not tally.beyond,
             **known,  # type: ignore[arg-type]
         )
 
@@ -275,6 +279,7 @@ class _Run:
             wide = [np.asarray(v, "f8") if v.dtype.kind in "iufb" else differ for v in (x, y)]
             steps = np.zeros(x.shape, np.int64)
             allowed = np.zeros(x.shape, bool)
+            tally.strange |= bool(differ.any())
         else:
             ordered = [_ordered(cast(v, s.dtype, coarse), coarse) for v, s in ((x, a), (y, b))]
             wide = [np.asarray(cast(v, s.dtype, "float64")) for v, s in ((x, a), (y, b))]
@@ -288,7 +293,9 @@ class _Run:
             with np.errstate(invalid="ignore"):
                 gap = np.abs(wide[0] - wide[1])
                 limit = self.tolerance.atol + self.tolerance.rtol * np.abs(wide[1])
-                allowed = (gap <= limit) | (steps <= self.tolerance.ulp)
+                allowed = gap <= limit
+                if self.tolerance.ulp:
+                    allowed |= steps <= self.tolerance.ulp
         if not differ.any():
             return
         tally.count += int(differ.sum())

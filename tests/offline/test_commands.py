@@ -1,0 +1,144 @@
+"""The commands on a checkpoint that real DeepSpeed wrote: what they say, what they return."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import sys
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import dynadapt
+from dynadapt import cli
+from tests import _ranks
+from tests.live import jobs
+from tests.offline import _made
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def _run(*words: str | Path, code: int = 0) -> str:
+    """One command, in this process: what it prints, when it ends as it should."""
+    out = io.StringIO()
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(out),
+        mock.patch.dict(os.environ, {"COLUMNS": "160", "NO_COLOR": "1"}),
+        mock.patch.object(sys, "argv", ["dynadapt", *map(str, words)]),
+        pytest.raises(SystemExit) as ended,
+    ):
+        cli.main()
+    assert (ended.value.code or 0) == code, out.getvalue()
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved") / "zero3"
+    _ranks.pool(2).run(_made.save_deepspeed, "zero3-bf16", str(folder), 2, {}, timeout=200)
+    return folder
+
+
+def _fingerprints(rank: int, world: int, where: str) -> tuple[str, str]:
+    """Of the live job that wrote a checkpoint, and of one that has loaded it."""
+    engine = jobs.zero3(jobs.net())
+    for number in range(2):
+        jobs.step(engine, number)
+    live = dynadapt.fingerprint(engine)
+    other = jobs.zero3(jobs.net(seed=3))
+    other.load_checkpoint(where)
+    return live, dynadapt.fingerprint(other)
+
+
+def test_one_fingerprint_for_all(saved: Path, tmp_path: Path) -> None:
+    """The live job, its checkpoint, and every conversion of it."""
+    live, loaded = _ranks.pool(2).run(_fingerprints, str(saved), timeout=200)[0]
+    told = {_run("fingerprint", saved).strip()}
+    for number, spec in enumerate(["zero1:dp=3", "universal", "deepspeed/zero3:dp=4"]):
+        _run("convert", saved, tmp_path / str(number), "--to", spec)
+        told.add(_run("fingerprint", tmp_path / str(number)).strip())
+        assert _run("verify", tmp_path / str(number)).rstrip().endswith("whole")
+    assert told == {live} == {loaded}
+
+
+def test_inspect(saved: Path) -> None:
+    facts = json.loads(_run("inspect", saved, "--json"))
+    assert (facts["format"], facts["zero_stage"], facts["files"]) == ("deepspeed", 3, 4)
+    assert facts["parameters"] == sum(p.numel() for p in set(jobs.net().parameters()))
+    assert (facts["steps"], facts["counters"]["global_steps"]) == ([2], 2)
+    assert [g["weight_decay"] for g in facts["groups"]] == [0.1, 0.0]
+    shown = _run("inspect", saved, "--shards", "--filter", "embed*")
+    assert "tied to head.weight" in shown
+    assert "down.weight" not in shown
+    assert "zero_pp_rank_1_mp_rank_00_model_states.pt" in shown
+
+
+def test_weights_for_everyone(saved: Path, tmp_path: Path) -> None:
+    """Rounded where asked; what has no place in the format is said."""
+    words = ["--to", "safetensors", "--dtype", "bfloat16", "--keep-dtype", "norm*"]
+    _run("convert", saved, tmp_path / "out", *words)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found["up.weight"].dtype == torch.bfloat16
+    assert found["norm.weight"].dtype == torch.float32
+    assert {"frozen.weight", "scale", "embed.weight"} <= set(found)
+    assert not any("exp_avg" in name for name in found)
+
+
+def test_diff(saved: Path, tmp_path: Path) -> None:
+    _run("convert", saved, tmp_path / "two", "--to", "zero2:dp=3")
+    assert "same" in _run("diff", saved, tmp_path / "two")
+    _run("convert", saved, tmp_path / "w", "--to", "safetensors")
+    _run("diff", saved, tmp_path / "w", code=1)
+    assert "same" in _run("diff", saved, tmp_path / "w", "--ignore-missing")
+    _run("convert", saved, tmp_path / "low", "--to", "safetensors", "--dtype", "bfloat16")
+    told: dict[str, Any] = json.loads(
+        _run("diff", tmp_path / "w", tmp_path / "low", "--json", code=1)
+    )
+    rounded = {t["key"]: t for t in told["tensors"]}["up.weight/param"]
+    assert rounded["dtypes"] == ["float32", "bfloat16"]
+    assert rounded["verdict"] == "rounding"
+    assert rounded["places"][1].startswith("model.safetensors at byte ")
+    assert "same" in _run("diff", tmp_path / "w", tmp_path / "low", "--rtol", "0.01")
+
+
+def test_damage_is_named(saved: Path, tmp_path: Path) -> None:
+    """A rank's file that is missing or cut, a flipped byte: the file, and what it costs."""
+    copy = tmp_path / "copy"
+    shutil.copytree(saved, copy)
+    lost = next((copy / "step2").glob("*rank_0*_optim_states.pt"))
+    whole = lost.read_bytes()
+    lost.unlink()
+    assert "missing-file" in _run("inspect", copy, code=2)
+    lost.write_bytes(whole[: len(whole) // 2])
+    assert lost.name in _run("convert", copy, tmp_path / "x", "--to", "zero3:dp=2", code=2).replace(
+        "\n", ""
+    )
+    _run("convert", saved, tmp_path / "ours", "--to", "zero2:dp=2")
+    part = next((tmp_path / "ours" / "dynadapt").glob("*rank_1*_optim_states.pt"))
+    data = bytearray(part.read_bytes())
+    data[200] ^= 4  # inside the first master
+    part.write_bytes(bytes(data))
+    assert "certificate" in _run("verify", tmp_path / "ours", code=1)
+
+
+def test_wrong_words_are_one_message(saved: Path, tmp_path: Path) -> None:
+    for spec, word in (
+        ("zero9:dp=2", "did you mean"),
+        ("universl", "did you mean"),
+        ("ddp:dp=2", "needs a format"),
+        ("nothing/zero3:dp=2", "no format"),
+        ("deepspeed/zero3:dp=2,tp=2", "cannot be written"),
+    ):
+        told = _run("convert", saved, tmp_path / "x", "--to", spec, code=2).replace("\n", " ")
+        assert word in told, told
+        assert not (tmp_path / "x").exists()
+    assert "no such file" in _run("inspect", tmp_path / "none", code=2).replace("\n", " ")
+    assert "no-match" in _run("diff", saved, saved, "--include", "nothing*", code=2)
