@@ -16,7 +16,13 @@ ROOT = Path(__file__).resolve().parent.parent
 FRAMEWORKS = ["accelerate", "deepspeed", "safetensors", "torch", "transformers"]
 LIGHT = [
     "dynadapt",
+    "dynadapt.adapters.checkpoints.deepspeed_dir",
+    "dynadapt.adapters.checkpoints.safetensors_dir",
+    "dynadapt.adapters.checkpoints.universal_dir",
     "dynadapt.cli",
+    "dynadapt.elastic.comparison",
+    "dynadapt.elastic.conversion",
+    "dynadapt.elastic.verification",
     "dynadapt.protocols",
     "dynadapt.registry",
     "dynadapt.transport.planner",
