@@ -15,6 +15,7 @@ import torch
 
 from dynadapt.adapters._aux import plain
 from dynadapt.adapters._common import decided_names, fresh_state, optimizer_slots
+from dynadapt.adapters._odd_tensors import odd_state
 from dynadapt.adapters.live._deepspeed_share import (
     bad_extra,
     is_scalar,
@@ -131,6 +132,10 @@ class Flats(ABC):
         for share in self.shares:
             members.setdefault(share.unit, share.named.name)
         for unit, master in enumerate(self.masters):
+            where = members.get(unit, f"unit {unit}")
+            entries = self.state(unit).items()
+            quantised = {label: odd_state(where, label, value) for label, value in entries}
+            findings += [finding for finding in quantised.values() if finding is not None]
             findings += [
                 Finding(
                     "unsupported-state",
@@ -139,8 +144,10 @@ class Flats(ABC):
                     f"{master.numel()} elements",
                     "use an optimizer whose state has the shape of its parameter",
                 )
-                for label, value in self.state(unit).items()
-                if not is_scalar(label, value) and not is_slot(label, value, master)
+                for label, value in entries
+                if quantised[label] is None
+                and not is_scalar(label, value)
+                and not is_slot(label, value, master)
             ]
         return findings
 

@@ -12,6 +12,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from dynadapt.adapters._common import named_parameters, whole_only
+from dynadapt.adapters._odd_tensors import odd_tensors
 from dynadapt.adapters.live._deepspeed_zero0 import Fused, Plain, Unfused
 from dynadapt.adapters.live._deepspeed_zero3 import Zero3
 from dynadapt.adapters.live._deepspeed_zero12 import Bf16, Zero12
@@ -43,7 +44,11 @@ def view_of(engine: Any) -> Flats:
     if kind is None:
         raise Refused([_unknown(engine)])
     inner = getattr(optimizer, "optimizer", optimizer)
-    findings = [*_anywhere(engine), *whole_only(inner, matrices=kind not in {Plain, Unfused})]
+    findings = [
+        *_anywhere(engine),
+        *odd_tensors(engine.module),
+        *whole_only(inner, matrices=kind not in {Plain, Unfused}),
+    ]
     if kind is Zero3:
         findings += [*_zero3_offload(optimizer), *_zero3_pieces(engine)]
     elif kind is Zero12:

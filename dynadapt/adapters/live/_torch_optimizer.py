@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dynadapt.adapters._common import FACTORED, decided_names, fresh_state, optimizer_slots
+from dynadapt.adapters._odd_tensors import odd_state
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import Outcome
 
@@ -84,6 +85,8 @@ def read_state(optimizer: Any, member: Member) -> tuple[dict[str, torch.Tensor],
     for label, value in (optimizer.state.get(member.parameter) or {}).items():
         if value is None:
             continue
+        if finding := odd_state(member.names[0], label, value):
+            raise Refused([finding])
         if isinstance(value, torch.Tensor) and not _is_scalar(label, value, member.parameter):
             tensors[label] = value
         elif not _is_real(value):

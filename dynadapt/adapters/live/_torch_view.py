@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.distributed.tensor import DTensor
 
 from dynadapt.adapters._aux import (
@@ -26,6 +25,7 @@ from dynadapt.adapters._common import (
     slot_shapes,
     unwrapped,
 )
+from dynadapt.adapters._odd_tensors import odd_tensor, odd_tensors
 from dynadapt.adapters.live import _fsdp2, _torch_aux
 from dynadapt.adapters.live._coordinate import coordinate_of
 from dynadapt.adapters.live._dtensor import placed_rows
@@ -33,6 +33,9 @@ from dynadapt.adapters.live._torch_optimizer import Member, held_by, read_state,
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import AuxItem, Described, TrainState
 from dynadapt.vps.keys import Key, KeySpec, canonical_name
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["View", "add_rows", "check_supported"]
 
@@ -150,6 +153,8 @@ class View:
 
     def described(self) -> Described:
         """Specs, rows, scalars and aux of this rank."""
+        if findings := [*odd_tensors(self.state.model)]:
+            raise Refused(findings)
         table = BufferTable()
         specs: list[KeySpec] = []
         groups = {name: member.group_index for member in self.members for name in member.names}
@@ -268,9 +273,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def add_rows(table: BufferTable, key: Key, tensor: torch.Tensor) -> None:
     """Add what this rank holds of a tensor."""
-    local = _local(tensor)
-    if local.layout is not torch.strided or hasattr(local, "__tensor_flatten__"):
-        cause = f"it is a {type(local).__name__} of layout {local.layout}"
-        raise Refused([Finding("unsupported-tensor", str(key), cause, "use a dense tensor")])
+    if finding := odd_tensor(str(key), tensor):
+        raise Refused([finding])
     for box, view in placed_rows(str(key), tensor):
         table.add(key, box, view)
