@@ -30,10 +30,10 @@ class Params4bit(nn.Parameter):
 class Scaled(torch.Tensor):
     """A wrapper of two tensors without storage of its own, as torchao's are."""
 
-    @staticmethod
     def __new__(cls, data: torch.Tensor, scale: torch.Tensor) -> Scaled:
         """Looks like fp32."""
-        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32)
+        made: Scaled = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32)
+        return made
 
     def __init__(self, data: torch.Tensor, scale: torch.Tensor) -> None:
         self.data_, self.scale = data, scale
@@ -106,7 +106,9 @@ ODD: dict[str, tuple[Callable[[], Any], str, str, str]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*quantiz.*:UserWarning", "ignore:.*quantiz.*:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.*quantiz.*:UserWarning", "ignore:.*quantiz.*:DeprecationWarning"
+)
 @pytest.mark.parametrize("side", ["source", "target"])
 @pytest.mark.parametrize("name", ODD)
 def test_bytes_that_are_not_values_are_refused_by_name(name: str, side: str) -> None:
@@ -130,7 +132,9 @@ def test_float8_weights_are_bytes_like_any_other() -> None:
     for seed in (0, 1):
         torch.manual_seed(seed)
         model = nn.Linear(3, 4)
-        for number, dtype in enumerate((torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)):
+        for number, dtype in enumerate(
+            (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
+        ):
             values = torch.randn(5, 3).to(dtype)
             model.register_parameter(f"f{number}", nn.Parameter(values, requires_grad=False))
         models.append(model)
