@@ -58,7 +58,7 @@ matrix: setup
 	$(TEST_ENV) MATRIX=docs PAIRS=$(PAIRS) $(BIN)/python -m pytest -m nightly tests/live/test_matrix.py -k all_pairs
 
 faults: setup
-	$(TEST_ENV) $(BIN)/python -m pytest tests/live/test_failures.py tests/live/test_bad_input.py
+	$(TEST_ENV) $(BIN)/python -m tests.faults --write
 
 bench: setup
 	$(BIN)/python benchmarks/run.py

@@ -9,14 +9,14 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from rich.table import Table
 
-__all__ = ["Result", "machine", "middle", "table", "write"]
+__all__ = ["Result", "machine", "middle", "page", "table", "write", "write_faults"]
 
 HERE = Path(__file__).resolve().parent
 PACKAGES = ("torch", "numpy", "dynadapt")
@@ -84,24 +84,90 @@ def table(results: Sequence[Result]) -> Table:
 
 
 def write(results: Sequence[Result]) -> None:
-    """`RESULTS.md` and `results.json` beside this file."""
-    lines = [
-        "# Benchmarks",
+    """The benchmarks' part of `results.json`, and the page anew."""
+    fields = ("name", "ours", "peer", "ratio", "bar", "met", "note")
+    rows = [{field: getattr(result, field) for field in fields} for result in results]
+    _keep("benchmarks", rows)
+
+
+def write_faults(rows: Sequence[Mapping[str, str | int | float]]) -> None:
+    """The faults' part of `results.json`, and the page anew. A row is one fault: `kind`, `phase`,
+    `outcome`, `seconds`, and whether its promises were `kept`.
+    """
+    _keep("faults", list(rows))
+
+
+def _keep(part: str, rows: list[Any]) -> None:
+    path = HERE / "results.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    known[part] = {"machine": machine(), "rows": rows}
+    path.write_text(json.dumps(known, indent=1) + "\n")
+    (HERE / "RESULTS.md").write_text("\n".join(page(known)) + "\n")
+
+
+def page(known: Mapping[str, Any]) -> list[str]:
+    """The lines of `RESULTS.md`, from what is in `results.json`."""
+    lines = ["# Results", ""]
+    if "benchmarks" in known:
+        lines += _benchmarks(**known["benchmarks"])
+    if "faults" in known:
+        lines += _faults(**known["faults"])
+    return lines[:-1]
+
+
+def _benchmarks(machine: list[str], rows: list[dict[str, Any]]) -> list[str]:
+    results = [
+        Result(row["name"], row["ours"], row["peer"], row["bar"], row["note"]) for row in rows
+    ]
+    return [
+        "## Benchmarks",
         "",
         "Written by `make bench`. Each case and its peer run in turn in one run, after a warm-up; the",
         "numbers are medians. Absolute times drift by a factor of two on a shared machine: only the",
         "ratios mean anything. `--only PATTERN` runs some cases, `--quick` small ones; neither writes",
         "this page.",
         "",
-        *(f"- {fact}" for fact in machine()),
+        *(f"- {fact}" for fact in machine),
         "",
         f"| {' | '.join(HEADS)} |",
         f"|---|{'---:|' * (len(HEADS) - 1)}",
         *(f"| {' | '.join(result.cells())} |" for result in results),
         "",
         *(f"- **{result.name}**: {result.note}" for result in results if result.note),
+        "",
     ]
-    (HERE / "RESULTS.md").write_text("\n".join(lines) + "\n")
-    fields = ("name", "ours", "peer", "ratio", "bar", "met")
-    rows = [{field: getattr(result, field) for field in fields} for result in results]
-    (HERE / "results.json").write_text(json.dumps(rows, indent=2) + "\n")
+
+
+OUTCOMES = ("undone", "done", "lost", "hung")
+
+
+def _faults(machine: list[str], rows: list[dict[str, Any]]) -> list[str]:
+    phases = list(dict.fromkeys(row["phase"] for row in rows))
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    heads = ("", *phases, *OUTCOMES, "longest wait, s")
+    table = []
+    for kind in (*kinds, "all"):
+        own = [row for row in rows if kind in {row["kind"], "all"}]
+        counts = [sum(row["phase"] == phase for row in own) for phase in phases]
+        counts += [sum(row["outcome"] == outcome for row in own) for outcome in OUTCOMES]
+        longest = max(row["seconds"] for row in own)
+        table.append(f"| {kind} | {' | '.join(map(str, counts))} | {longest:.1f} |")
+    broken = sum(not row["kept"] for row in rows)
+    return [
+        "## Faults",
+        "",
+        "Written by `make faults`: how often each kind of fault was done to one of four ranks in the middle",
+        "of a migration, by phase, and how the migrations ended. *Undone*: all ranks that lived raised one",
+        "error, and the source was bit for bit what it was. *Done*: the fault came too late to matter, and",
+        "the target has all. *Lost*: some rank was left with something else. *Hung*: some rank did not",
+        f"return. In {broken} of {len(rows)} cases some promise was broken (the cause, the seat and the",
+        "phase are told rightly; nobody waits longer than the timeout allows; the source trains on like",
+        "its twin; the target is as fresh as it was and takes the next migration).",
+        "",
+        *(f"- {fact}" for fact in machine),
+        "",
+        f"| {' | '.join(heads)} |",
+        f"|---|{'---:|' * (len(heads) - 1)}",
+        *table,
+        "",
+    ]

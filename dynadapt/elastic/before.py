@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.elastic import checks, drift, memory
@@ -26,7 +28,7 @@ from dynadapt.vps import cover
 
 if TYPE_CHECKING:
     from dynadapt.elastic.run import Run
-    from dynadapt.protocols import Described
+    from dynadapt.protocols import Channel, Described
     from dynadapt.vps.keys import Key
 
 __all__ = ["agree", "make_plan", "prologue"]
@@ -228,4 +230,19 @@ def agree(run: Run) -> None:
     on_cuda = all(device.startswith("cuda") for device in devices)
     run.wire_device = mine["device"] if on_cuda else "cpu"
     if len(run.control.seats) > 1:
-        run.channel = run.session.channel(run.number, run.wire_device, run.settings.timeouts.phase)
+        run.channel = _open_channel(run)
+
+
+def _open_channel(run: Run) -> Channel:
+    """Connect the seats, in a thread: connecting cannot be interrupted, and a seat may have failed."""
+    opened: Future[Channel] = Future()
+
+    def connect() -> None:
+        try:
+            opened.set_result(run.session.channel(run.number, run.wire_device, run.control.left()))
+        except BaseException as error:
+            opened.set_exception(error)
+
+    Thread(target=connect, daemon=True).start()
+    run.control.watch(opened.done, "connecting the seats")
+    return opened.result()

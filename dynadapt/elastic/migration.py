@@ -120,6 +120,6 @@ def _move(run: Run) -> None:
         run.target_storage(),
         run.channel,
         narrow=run.settings.narrow,
-        timeout=run.settings.timeouts.phase,
+        timeout=run.control.left(),
         device=run.wire_device,
     )

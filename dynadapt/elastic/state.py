@@ -46,6 +46,7 @@ def control_of(session: Session, settings: Settings) -> tuple[int, Control]:
         session.seats,
         timeouts,
         on_outcome=lambda: session.close(number),
+        leavings=session.leavings,
     )
     return number, control
 

@@ -29,7 +29,7 @@ class Session:
 
     `store(n)` is the store of the n-th call, `channel(n, device, timeout)` a fresh channel of it. `root`
     counts the calls that are closed, so a seat that missed one (it did not call, or its process was
-    stopped) meets the others at the next.
+    stopped) meets the others at the next. `leavings` are keys of calls that some seat may not have left yet.
     """
 
     seat: int
@@ -38,6 +38,7 @@ class Session:
     store: Callable[[int], Store]
     channel: Callable[[int, str, float], Channel]
     host: str = field(default_factory=socket.gethostname)
+    leavings: list[tuple[Store, list[str]]] = field(default_factory=list)
 
     def number(self) -> int:
         """The call that is open now."""
@@ -85,7 +86,8 @@ def _join(store: Any, rank: int, size: int) -> Session:
 
     from dynadapt.transport.channels.process_group import ProcessGroupChannel
 
-    world = PrefixStore("dynadapt", store)
+    # a connection of its own: whoever waits for a key blocks a store's connection for all threads
+    world = PrefixStore("dynadapt", store.clone())
     generation = world.add(f"joins/{rank}", 1)  # the same on every rank: each has joined as often
     if world.compare_set(f"claim/{generation}", "", str(rank)) == str(rank).encode():
         world.set(f"base/{generation}", str(world.add("seats", size) - size))
@@ -99,9 +101,8 @@ def _join(store: Any, rank: int, size: int) -> Session:
 
     def channel(number: int, device: str, timeout: float) -> Channel:
         backend = "nccl" if device.startswith("cuda") else "gloo"
-        return ProcessGroupChannel(
-            fresh(number, "data"), seat, seats, backend=backend, timeout=timeout
-        )
+        own: Any = fresh(number, "data")
+        return ProcessGroupChannel(own.clone(), seat, seats, backend=backend, timeout=timeout)
 
     root = PrefixStore(f"{base}", world)
     return Session(seat, seats, root, lambda number: fresh(number, "control"), channel)

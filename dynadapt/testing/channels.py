@@ -58,7 +58,9 @@ def check_channel(
     if peers:
         _silence(factory, seat, sorted(seats))
         _abort(factory, seat, sorted(seats))
+        held = _abort_after_abort(factory, seat, sorted(seats))
         _sizes(channel, seat, peers)  # what broke those groups left this one alone
+        del held
     channel.close()
     again = factory("again", PATIENCE)
     _sizes(again, seat, peers)
@@ -156,6 +158,29 @@ def _abort(factory: ChannelFactory, seat: int, seats: Sequence[int]) -> None:
         _fails(channel, [(last, torch.zeros(8, dtype=torch.uint8))], PATIENCE)
         assert time.monotonic() - began < PATIENCE / 3, "an abort must wake the others at once"
     channel.abort()
+
+
+def _abort_after_abort(factory: ChannelFactory, seat: int, seats: Sequence[int]) -> object:
+    """The first seat gives up, every other waits for the one before it only: each wakes the next.
+
+    Returns what refers to a transfer and must not keep connections open.
+    """
+    channel = factory("aborts", PATIENCE)
+    posted = None
+    if seat == seats[0]:
+        time.sleep(0.2)
+    else:
+        began = time.monotonic()
+        before = seats[seats.index(seat) - 1]
+        posted = channel.post([(before, torch.zeros(8, dtype=torch.uint8))], [])
+        try:
+            posted.wait(PATIENCE)
+        except ChannelError:
+            assert time.monotonic() - began < PATIENCE / 3, "whoever is woken must wake the others"
+        else:
+            raise AssertionError("a receive without a sender ended without an error")
+    channel.abort()
+    return posted
 
 
 def _fails(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -104,6 +105,76 @@ def test_an_echo_does_not_hide_the_cause(stores: Stores) -> None:
         assert error.cause == "ValueError: the cause"
 
 
+def test_the_end_of_a_chain_of_waiting_seats_is_blamed(stores: Stores) -> None:
+    """Seat 0 waited for 2, who waited for 1, who came too late to find fault with anybody."""
+    waited = {0: 2, 2: 1}
+
+    def seat(control: Control) -> None:
+        with control.phase("move"):
+            if control.seat in waited:
+                peer = waited[control.seat]
+                raise ChannelError(f"seat {peer} sent nothing", peer=peer)
+            control.watch(lambda: False, "waiting")
+
+    for error in outcomes(stores, 3, seat):
+        assert (error.seat, error.reason) == (1, "timeout")
+        assert error.cause == "seat 1 sent nothing"
+
+
+def test_a_dead_seat_leads_and_its_victims_errors_follow(stores: Stores) -> None:
+    def seat(control: Control) -> None:
+        if control.seat == 2:
+            control.close()  # no more signs of life
+            return
+        with control.phase("finish"):
+            raise RuntimeError("connection closed by peer")
+
+    for error in outcomes(stores, 3, seat)[:2]:
+        assert (error.seat, error.reason) == (2, "seat-lost")
+        assert "connection closed by peer" in error.cause
+
+
+class DiesDeciding:
+    """A store whose seat dies before it can write a decision."""
+
+    def __init__(self, store: Any, dies: Callable[[], bool]) -> None:
+        self._store, self._dies = store, dies
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "compare_set" and self._dies():
+            raise SystemExit
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_the_seat_that_decides_may_die(stores: Stores, failing: bool) -> None:
+    """All ballots are there, so any seat can decide in its stead, to the same end."""
+    victims: list[int] = []
+    lock = threading.Lock()
+
+    def seat(me: int) -> Any:
+        def dies() -> bool:
+            with lock:
+                if not victims:
+                    victims.append(me)
+                return victims == [me]
+
+        control = Control(DiesDeciding(stores(me), dies), me, (0, 1, 2), QUICK)  # type: ignore[arg-type]
+        try:
+            with control.phase("commit", last=True):
+                if failing and me == 1:
+                    raise ValueError("no")
+        except (MigrationAborted, SystemExit) as error:
+            return type(error)
+        finally:
+            control.close()
+
+    found = run_threads([lambda me=me: seat(me) for me in range(3)], timeout=30)
+    survivors = [kind for me, kind in enumerate(found) if me not in victims]
+    assert found[victims[0]] is SystemExit
+    assert survivors == [MigrationAborted if failing else None] * 2
+
+
 def test_running_out_of_memory_has_a_reason_of_its_own(stores: Stores) -> None:
     def seat(control: Control) -> None:
         with control.phase("prepare"):
@@ -162,7 +233,7 @@ def test_a_seat_that_is_stuck_is_lost_after_the_phase_timeout(stores: Stores) ->
             release.set()
 
     for error in outcomes(stores, 3, others, Timeouts(vote=5.0, phase=1.0)):
-        assert (error.seat, error.reason) == (1, "seat-lost")
+        assert (error.seat, error.reason) == (1, "timeout")
 
 
 def test_a_late_seat_adopts_the_decision(stores: Stores) -> None:
@@ -289,4 +360,33 @@ def test_messages_are_taken_out_of_the_store(stores: Stores) -> None:
 
     assert outcomes(stores, 2, seat) == [None, None]
     store = stores(0)
-    assert not any(store.check([f"x/{s}/{i}"]) for s in (0, 1) for i in ("0", "n"))
+    assert not any(store.check([f"x/{s}"]) for s in (0, 1))
+
+
+def test_calls_leave_nothing_behind() -> None:
+    """However calls end, the store holds no more than what the last one's latecomers would read."""
+    store = HashStore()
+    leavings: list[list[Any]] = [[], []]
+
+    def call(number: int, me: int, bad: bool) -> Any:
+        own = PrefixStore(f"call{number}", store)
+        control = Control(own, me, (0, 1), QUICK, leavings=leavings[me])
+        try:
+            with control.phase("one"):
+                control.gather("x", b"abc")
+            with control.phase("two", last=True):
+                control.gather("y", b"abc")
+                if bad and me == 0:
+                    raise ValueError("no")
+        except MigrationAborted as error:
+            return error.seat
+        finally:
+            control.close()
+
+    held = []
+    for number in range(6):
+        bad = number % 3 == 1
+        found = run_threads([partial(call, number, me, bad) for me in (0, 1)], timeout=30)
+        assert found == ([0, 0] if bad else [None, None])
+        held.append(store.num_keys())
+    assert held[0] == held[2] == held[3] == held[5]

@@ -7,6 +7,7 @@ transfer, which is why the training group is never used for data.
 
 from __future__ import annotations
 
+import contextlib
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -94,16 +95,16 @@ class ProcessGroupChannel:
         peers = [rank for rank in self._seat_of if rank != self._rank_of[self._seat]]
         if group is None or not peers:
             return
-        try:
-            if self._backend == "nccl":
+        if self._backend == "nccl":
+            with contextlib.suppress(RuntimeError):
                 group.abort()
-                return
-            # gloo's own abort() leaves connections open as long as anything refers to a transfer. What
-            # closes them all is a transfer that times out: wait for one that nobody will ever send.
-            nothing = group.recv([_one_byte()], peers[0], _NEVER)
-            nothing.wait(timedelta(milliseconds=1))
-        except RuntimeError:
-            return  # as hoped, or it was broken already
+            return
+        # gloo's own abort() leaves connections open as long as anything refers to a transfer. What closes
+        # them all is a transfer that times out: wait for one that nobody will ever send. On a connection
+        # that is broken already it fails at once and closes no other, so each has its turn.
+        for peer in peers:
+            with contextlib.suppress(RuntimeError):
+                group.recv([_one_byte()], peer, _NEVER).wait(timedelta(milliseconds=1))
 
 
 class _Posted:

@@ -164,11 +164,20 @@ def hidden(world: int) -> int:
     return 21 if world == 3 else jobs.HIDDEN
 
 
-def build(name: str, recipe: str | Recipe = "adamw", seed: int | None = None) -> Job:
-    """A fresh job of a kind on all ranks, with weights of its own; a recipe, or its name in `RECIPES`."""
+def build(
+    name: str,
+    recipe: str | Recipe = "adamw",
+    seed: int | None = None,
+    width: int | None = None,
+) -> Job:
+    """A fresh job of a kind on all ranks, with weights of its own; a recipe, or its name in `RECIPES`.
+
+    `width` is the hidden size, if not `hidden(world)`.
+    """
     entry = KINDS[name]
     seed = zlib.crc32(name.encode()) % 1000 if seed is None else seed
-    model = jobs.net(seed, hidden=hidden(dist.get_world_size()))
+    width = hidden(dist.get_world_size()) if width is None else width
+    model = jobs.net(seed, hidden=width)
     with torch.no_grad():  # what is frozen mostly comes from a 16-bit checkpoint
         model.frozen.weight.mul_(256).round_().div_(256)
     job = entry.make(model, RECIPES[recipe] if isinstance(recipe, str) else recipe)
