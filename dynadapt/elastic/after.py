@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dynadapt.elastic import checks, drift
+from dynadapt.elastic.held import points_at_source
 from dynadapt.elastic.state import ballot, refuse
+from dynadapt.errors import Finding
 from dynadapt.protocols import Outcome
 from dynadapt.transport.hashing import Wanted
 
@@ -15,7 +17,10 @@ if TYPE_CHECKING:
     from dynadapt.elastic.run import Run
     from dynadapt.elastic.side import Side
 
-__all__ = ["certify", "finish", "summary", "totals"]
+__all__ = ["certify", "finish", "look_for_holders", "summary", "totals"]
+
+HOLDERS = 50
+"""Things named that point at the source."""
 
 
 def finish(run: Run) -> None:
@@ -42,6 +47,9 @@ def certify(run: Run) -> str:
             run.outcomes += [Outcome(f.where, "derived", f.cause) for f in unlike]
         else:
             findings += unlike
+        odd, told = checks.groups_differ(run.wanted.aux, {item.path: item for item in after.aux})
+        findings += odd
+        run.outcomes += told
     pairs = run.matched.pairs
     wanted = [Wanted(p.target, p.target.dtype, p.target.key) for p in pairs]
     storage = run.target_storage(after)
@@ -51,6 +59,21 @@ def certify(run: Run) -> str:
         findings += [finding for parts in unequal.values() for finding in parts]
     refuse(run.told(findings))
     return run.print_of(compared.values)
+
+
+def look_for_holders(run: Run) -> None:
+    """Warn of what still points at the source, on any seat. It never fails a migration."""
+    mine: list[list[str]] = []
+    if run.x_source is not None and run.x_target is not None and not isinstance(run.x_source, str):
+        try:
+            found = points_at_source(run.x_source, run.x_target)
+        except Exception as error:
+            cause = f"could not be looked for: {error!r}"
+            found = [Finding("points-at-source", "what you hold", cause)]
+        mine = [[f.reason, f.where, f.cause, f.fix] for f in found[:HOLDERS]]
+    told = run.control.gather_values("held", mine)
+    every = dict.fromkeys(Finding(*f) for report in told.values() for f in report)
+    run.warnings += every
 
 
 def totals(run: Run) -> dict[str, Any]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from dynadapt.errors import Finding
+from dynadapt.protocols import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "disagreements",
     "files_unreachable",
+    "groups_differ",
     "held_differently",
     "no_memory",
     "optimizers_differ",
@@ -90,6 +94,44 @@ def scalars_differ(source: Scalars, after: Scalars) -> list[Finding]:
         for label, value in values.items()
         if label in after.get(name, {}) and after[name][label] != value
     ]
+
+
+def groups_differ(
+    source: Mapping[str, AuxItem], after: Mapping[str, AuxItem]
+) -> tuple[list[Finding], list[Outcome]]:
+    """Hyperparameters, by parameter name, that both sides have and that are not equal.
+
+    One that the target keeps in single precision is told, and no error.
+    """
+    given, has = _hyper(source.get("param_groups")), _hyper(after.get("param_groups"))
+    findings: list[Finding] = []
+    told: list[Outcome] = []
+    for name in sorted(given.keys() & has.keys()):
+        for key in sorted(given[name].keys() & has[name].keys()):
+            wanted, found = _listed(given[name][key]), _listed(has[name][key])
+            if wanted == found or wanted != wanted:
+                continue
+            if _listed(wanted, single=True) == found:
+                note = f"{wanted} in the source, kept in single precision"
+                told.append(Outcome(f"{name}/{key}", "derived", note))
+                continue
+            cause = f"is {found} in the target and {wanted} in the source"
+            findings.append(Finding("certificate", f"{name}/{key}", cause))
+    return findings, told
+
+
+def _hyper(item: AuxItem | None) -> dict[str, dict[str, Any]]:
+    groups = [] if item is None else item.value
+    return {name: group["hyper"] for group in groups for name in group["names"]}
+
+
+def _listed(value: Any, *, single: bool = False) -> Any:
+    """A hyperparameter in one form: tuples as lists; with `single`, floats rounded."""
+    if isinstance(value, list | tuple):
+        return [_listed(part, single=single) for part in value]
+    if isinstance(value, dict):
+        return {key: _listed(part, single=single) for key, part in value.items()}
+    return float(np.float32(value)) if single and isinstance(value, float) else value
 
 
 def disagreements(told: Mapping[int, Mapping[str, Any]]) -> list[Finding]:

@@ -83,6 +83,7 @@ def _whole(run: Run) -> MigrationReport:
         after.finish(run)
     with run.phase("certify"):
         print_target = after.certify(run)
+        after.look_for_holders(run)
         totals = after.totals(run)
         streams = rng.gather(run.control, run.source, run.target)
     with run.phase("commit", last=True):

@@ -13,6 +13,7 @@ from dynadapt.vps.wire import encodable
 __all__ = [
     "apply_counters",
     "apply_scaler",
+    "attributes",
     "behaviour",
     "counters_of",
     "scaler_item",
@@ -49,6 +50,17 @@ def apply_counters(engine: Any, own: dict[str, int], item: AuxItem | None) -> tu
         note = f"{steps} steps of {engine.train_batch_size()} samples"
         outcomes.append(Outcome("counters/global_samples", "derived", note))
     return tuple(outcomes)
+
+
+def attributes(engine: Any) -> list[tuple[Any, str]]:
+    """Where the counts and the loss scaler are kept: objects and names of their attributes."""
+    found = [(engine, name) for name in COUNTERS]
+    scaler = _scaler_of(engine)
+    if scaler is not None:
+        found += [(scaler, name) for name in vars(scaler)]
+        names = ("external_loss_scale", "custom_loss_scaler")
+        found += [(engine.optimizer, name) for name in names if hasattr(engine.optimizer, name)]
+    return found
 
 
 def _scaler_of(engine: Any) -> Any:

@@ -15,6 +15,7 @@ from dynadapt.adapters._aux import (
     dropped_extras,
     with_extra_states,
 )
+from dynadapt.adapters._knobs import remembered
 from dynadapt.adapters.live import _torch_aux
 from dynadapt.adapters.live._materialise import Ghost
 from dynadapt.adapters.live._torch_optimizer import SourceStates, StateMaker, write_scalars
@@ -107,6 +108,15 @@ class TorchAdapter:
         self._reshard(state.model)
         view = self._view(state)
         source = SourceStates(keys)
+        user = with_extra_states(state.model, state.user)
+        self._undo.setdefault(state.model, ExitStack()).callback(
+            remembered(
+                state,
+                () if view.optimizer is None else view.optimizer.param_groups,
+                () if view.optimizer is None else view.holder.state.values(),
+                (state.scheduler, state.scaler, *user.values()),
+            )
+        )
         outcomes: list[Outcome] = []
         if view.optimizer is not None:
             outcomes += write_scalars(view.holder, view.held, source, scalars)
@@ -124,11 +134,11 @@ class TorchAdapter:
         outcomes += _torch_aux.apply_counters(state, aux.get("counters"), aux.get("data"))
         outcomes += apply_behaviour(view.behaviour(), aux.get("behaviour"))
         outcomes += dropped_extras(state, keys)
-        outcomes += apply_user(with_extra_states(state.model, state.user), aux)
+        outcomes += apply_user(user, aux)
         return tuple(outcomes)
 
     def abandon(self, x: Any) -> None:
-        """Take back the memory and the optimizer states that `prepare` made, put back what it dropped."""
+        """Take back what `prepare` made, put back what it dropped and what `finish` set."""
         stack = self._undo.pop(TrainState.of(x).model, None)
         if stack is not None:
             stack.close()

@@ -32,6 +32,7 @@ from dynadapt.adapters._aux import (
     with_extra_states,
 )
 from dynadapt.adapters._common import BufferTable, dtype_name, is_local, named_buffers
+from dynadapt.adapters._knobs import remembered
 from dynadapt.adapters.live import _deepspeed_engine as aside
 from dynadapt.adapters.live._deepspeed_support import view_of
 from dynadapt.adapters.live._deepspeed_undo import Before
@@ -41,7 +42,7 @@ from dynadapt.vps.box import Box
 from dynadapt.vps.keys import Key, KeySpec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from dynadapt.adapters.live._deepspeed_flats import Flats
     from dynadapt.protocols import Agree
@@ -51,6 +52,9 @@ __all__ = ["DeepSpeedZeroAdapter"]
 # What `prepare` found and which units it made states for, by engine: the API may use one adapter
 # object for `prepare` and another one for `abandon`.
 _before: WeakKeyDictionary[Any, tuple[Before, list[int]]] = WeakKeyDictionary()
+
+# How to put back what `finish` set, by engine.
+_knobs: WeakKeyDictionary[Any, Callable[[], None]] = WeakKeyDictionary()
 
 
 class DeepSpeedZeroAdapter:
@@ -107,6 +111,7 @@ class DeepSpeedZeroAdapter:
         """Make the optimizer state that the source has and this engine has not, then describe."""
         engine = TrainState.of(x).model
         _before.pop(engine, None)  # of an earlier migration, which was committed
+        _knobs.pop(engine, None)
         view = view_of(engine)
         before = Before.of(view)
         made, allocated, findings = view.make_state(keys)
@@ -131,6 +136,14 @@ class DeepSpeedZeroAdapter:
         state = TrainState.of(x)
         engine = state.model
         view = view_of(engine)
+        user = with_extra_states(engine.module, state.user)
+        _knobs[engine] = remembered(
+            state,
+            view.inner.param_groups,
+            (),  # numbers of the units are in `_before`
+            (_scheduler(state), *user.values()),
+            aside.attributes(engine),
+        )
         # First, since it may refuse.
         outcomes = list(
             apply_groups(view.inner.param_groups, view.names(), aux.get("param_groups"))
@@ -145,7 +158,7 @@ class DeepSpeedZeroAdapter:
         outcomes += aside.apply_scaler(engine, aux.get("scaler"))
         outcomes += apply_behaviour(aside.behaviour(engine), aux.get("behaviour"))
         outcomes += dropped_extras(state, keys)
-        outcomes += apply_user(with_extra_states(engine.module, state.user), aux)
+        outcomes += apply_user(user, aux)
         if view.communicates:
             agree()
         view.renew()
@@ -159,6 +172,9 @@ class DeepSpeedZeroAdapter:
         earlier steps. Such a target is as if half loaded.
         """
         engine = TrainState.of(x).model
+        put_back = _knobs.pop(engine, None)
+        if put_back is not None:
+            put_back()
         if engine in _before:
             before, made = _before.pop(engine)
             before.put_back(view_of(engine), made)

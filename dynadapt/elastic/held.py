@@ -1,0 +1,295 @@
+"""What still points at a source whose state has moved: hooks, lists for clipping, schedulers, averages.
+
+Looked for from where a user can name things: globals of the user's own modules, variables of the
+functions that run now, and what these reach through containers, closures and the user's own objects.
+Optimizers, schedulers and averages are found wherever they are. Frameworks' insides are not looked
+into, so what a wrapper or an engine keeps for itself is never told of.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import site
+import sys
+import sysconfig
+import types
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from dynadapt.errors import Finding
+from dynadapt.protocols import TrainState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["points_at_source"]
+
+DEPTH = 5
+"""Steps from a variable to a parameter."""
+
+MOST = 200_000
+"""Objects looked at; a list of a million samples is not to cost a second."""
+
+_LIBRARIES = tuple(
+    {
+        sysconfig.get_paths()["stdlib"],
+        sysconfig.get_paths()["platstdlib"],
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+    }
+)
+
+
+def points_at_source(source: Any, target: Any) -> list[Finding]:
+    """Warnings (reason `points-at-source`), each with a name that a user knows and the way out.
+
+    Costs one walk over the user's own variables and one look at the type of every tracked object.
+
+    >>> import torch
+    >>> points_at_source(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    []
+    """
+    search = _Search(TrainState.of(source), TrainState.of(target))
+    search.walk()
+    return [*search.hooks(), *search.containers(), *search.objects()]
+
+
+class _Search:
+    def __init__(self, source: TrainState, target: TrainState) -> None:
+        self.source, self.target = source, target
+        self.model = getattr(source.model, "module", source.model)
+        live = {id(parameter) for parameter in _parameters(target)}
+        self.old = {id(parameter) for parameter in _parameters(source)} - live
+        own = [source.model, source.optimizer, source.scheduler, source.scaler]
+        own += [target.model, target.optimizer, target.scheduler, target.scaler]
+        engines = [getattr(x, name, None) for x in own for name in ("optimizer", "lr_scheduler")]
+        self.skip = {id(x) for x in (*own, *engines, source, target, source.extra, target.extra)}
+        for state in (source, target):
+            self.skip.update(id(module) for module in _modules(state.model))
+        self.names: dict[int, str] = {}
+        self.lists: list[tuple[str, str, int]] = []
+
+    def walk(self) -> None:
+        """From every variable of the user's, breadth first; names what is met."""
+        queue: deque[tuple[Any, str, int]] = deque()
+        for value, name in _roots():
+            queue.append((value, name, 0))
+        met = 0
+        while queue and met < MOST:
+            value, name, depth = queue.popleft()
+            if id(value) in self.names or isinstance(value, _PLAIN):
+                continue
+            met += 1
+            self.names[id(value)] = name
+            if id(value) in self.skip:
+                continue
+            count = 0
+            for part, how in _parts(value):
+                if id(part) in self.old:
+                    count += 1
+                elif depth < DEPTH:
+                    queue.append((part, f"{name}{how}", depth + 1))
+            if count:
+                self.lists.append((_kind(value), name, count))
+
+    def containers(self) -> Iterator[Finding]:
+        """What holds parameters."""
+        for kind, name, count in self.lists:
+            many = f"{count} parameters" if count > 1 else "a parameter"
+            yield Finding(
+                "points-at-source",
+                f"{kind} of {many} in {name}" if kind != "object" else f"{many} in {name}",
+                "these are the source's, which do not train on",
+                "make it again from the target's parameters",
+            )
+
+    def hooks(self) -> Iterator[Finding]:
+        """Hooks of the user's on the source's modules and parameters that the target does not have."""
+        there = {place for place, _ in _hooks(self.target.model)}
+        for place, function in _hooks(self.source.model):
+            if place not in there and not _is_framework(function):
+                kind, on = place[0], place[2]
+                yield Finding(
+                    "points-at-source",
+                    f"{kind} {place[1]} on {on}",
+                    "it is called for the source only",
+                    "register it on the target, too",
+                )
+
+    def objects(self) -> Iterator[Finding]:
+        """Optimizers, schedulers and averages over the source, wherever they are."""
+        from torch.optim import Optimizer
+        from torch.optim.lr_scheduler import LRScheduler
+        from torch.optim.swa_utils import AveragedModel
+
+        kinds = {k for base in (Optimizer, LRScheduler, AveragedModel) for k in _subclasses(base)}
+        found = [x for x in gc.get_objects() if type(x) in kinds and id(x) not in self.skip]
+        old = {id(self.source.optimizer), id(getattr(self.source.model, "optimizer", None))}
+        for each in found:
+            cause = fix = ""
+            if isinstance(each, Optimizer):
+                held = (p for group in each.param_groups for p in group["params"])
+                if any(id(p) in self.old for p in held):
+                    cause, fix = "it steps the source's parameters", "make it for the target's"
+            elif isinstance(each, LRScheduler):
+                if id(each.optimizer) in old - {id(None)}:
+                    cause = "it schedules the source's optimizer"
+                    fix = "pass the target's as TrainState(scheduler=...) and step that one"
+            elif type(each.module) is type(self.model) and not self._is_extra(each):
+                cause = "it averages the source's parameters, and its average did not move"
+                fix = "pass its tensors as TrainState(extra=...) and update it from the target"
+            if cause:
+                name = self.names.get(id(each))
+                kind = f"{type(each).__module__}.{type(each).__qualname__}"
+                where = f"{kind} ({name})" if name else kind
+                yield Finding("points-at-source", where, cause, fix)
+
+    def _is_extra(self, average: Any) -> bool:
+        """Whether the user passed the average's tensors with the source."""
+        given = {id(t) for tensors in self.source.extra.values() for t in tensors.values()}
+        storages = {
+            t.untyped_storage()._cdata for e in self.source.extra.values() for t in e.values()
+        }
+        return any(
+            id(p) in given or p.untyped_storage()._cdata in storages for p in average.parameters()
+        )
+
+
+_PLAIN = (str, bytes, int, float, complex, type(None), types.ModuleType, type)
+
+
+def _modules(model: Any) -> Iterator[Any]:
+    modules = getattr(model, "modules", None)
+    return iter(()) if modules is None else iter(modules())
+
+
+def _parameters(state: TrainState) -> Iterator[Any]:
+    parameters = getattr(state.model, "parameters", None)
+    if parameters is not None:
+        yield from parameters()
+    groups = getattr(state.optimizer, "param_groups", None) or ()
+    for group in groups:
+        yield from group["params"]
+
+
+def _is_users(module: str, file: str | None) -> bool:
+    """Whether a module is neither a library's nor this package's."""
+    if module == "__main__":
+        return True
+    if module.partition(".")[0] == "dynadapt" or file is None:
+        return False
+    return not file.startswith(_LIBRARIES) and not file.startswith("<")
+
+
+@functools.lru_cache(maxsize=4096)
+def _users_module(name: str) -> bool:
+    module = sys.modules.get(name)
+    return module is not None and _is_users(name, getattr(module, "__file__", None))
+
+
+def _roots() -> Iterator[tuple[Any, str]]:
+    """The user's variables: of functions that run now, then globals; each with a name for people."""
+    for frame in sys._current_frames().values():
+        at: types.FrameType | None = frame
+        while at is not None:
+            name = str(at.f_globals.get("__name__", ""))
+            optimized = bool(at.f_code.co_flags & 0x1)  # a function's, not a module's or a class's
+            if optimized and _users_module(name):
+                variables = at.f_locals
+                for key, value in list(variables.items()):
+                    yield value, f"local {key!r} of {at.f_code.co_name}()"
+                if isinstance(variables, dict):
+                    variables.clear()  # before Python 3.13 a frame would keep this copy, and hold on to it
+            at = at.f_back
+    for name, module in list(sys.modules.items()):
+        if _users_module(name):
+            for key, value in list(vars(module).items()):
+                if not key.startswith("__"):
+                    yield value, f"global {key!r} of module {name}"
+
+
+def _parts(value: Any) -> Iterator[tuple[Any, str]]:
+    """What a value holds directly, with how it is reached; nothing for frameworks' objects."""
+    if isinstance(value, dict):
+        yield from ((part, f"[{key!r}]"[:40]) for key, part in list(value.items()))
+    elif isinstance(value, list | tuple | deque):
+        yield from ((part, f"[{i}]") for i, part in enumerate(list(value)))
+    elif isinstance(value, set | frozenset):
+        yield from ((part, "{...}") for part in list(value))
+    elif isinstance(value, functools.partial):
+        yield from ((part, " (an argument)") for part in (*value.args, *value.keywords.values()))
+    elif isinstance(value, types.MethodType):
+        yield value.__self__, ".__self__"
+    elif isinstance(value, types.FunctionType):
+        if _users_module(value.__module__ or ""):
+            names = value.__code__.co_freevars
+            for key, cell in zip(names, value.__closure__ or (), strict=False):
+                try:
+                    yield cell.cell_contents, f" (its closure's {key!r})"
+                except ValueError:  # not filled yet
+                    continue
+            yield from ((part, " (a default)") for part in value.__defaults__ or ())
+    elif _users_module(type(value).__module__):
+        own = getattr(value, "__dict__", None)
+        if isinstance(own, dict):
+            yield from ((part, f".{key}") for key, part in list(own.items()))
+
+
+def _kind(value: Any) -> str:
+    kinds: tuple[type, ...] = (dict, list, tuple, set, deque)
+    return next((kind.__name__ for kind in kinds if isinstance(value, kind)), "object")
+
+
+def _subclasses(base: type) -> Iterator[type]:
+    yield base
+    below: list[type] = base.__subclasses__()
+    for each in below:
+        yield from _subclasses(each)
+
+
+_MODULE_HOOKS = {
+    "_forward_hooks": "forward hook",
+    "_forward_pre_hooks": "forward pre-hook",
+    "_backward_hooks": "backward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+}
+_TENSOR_HOOKS = {
+    "_backward_hooks": "gradient hook",
+    "_post_accumulate_grad_hooks": "post-accumulate-grad hook",
+}
+
+
+def _hooks(model: Any) -> Iterator[tuple[tuple[str, str, str], Any]]:
+    """Every hook, as (kind, function's name, place) and the function."""
+    from dynadapt.vps.keys import canonical_name
+
+    named = getattr(model, "named_modules", None)
+    for raw, module in [] if named is None else named():
+        path = canonical_name(f"{raw}.").rstrip(".") or "model"
+        for attribute, kind in _MODULE_HOOKS.items():
+            for function in (getattr(module, attribute, None) or {}).values():
+                yield (kind, _called(function), f"module {path!r}"), function
+    for raw, parameter in [] if named is None else model.named_parameters():
+        for attribute, kind in _TENSOR_HOOKS.items():
+            for function in (getattr(parameter, attribute, None) or {}).values():
+                place = f"parameter {canonical_name(raw)!r}"
+                yield (kind, _called(function), place), function
+
+
+def _inner(function: Any) -> Any:
+    """The function behind partials and bound methods."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__func__", function)
+
+
+def _called(function: Any) -> str:
+    inner = _inner(function)
+    return str(getattr(inner, "__name__", type(inner).__name__))
+
+
+def _is_framework(function: Any) -> bool:
+    inner = _inner(function)
+    module = getattr(inner, "__module__", None) or type(inner).__module__
+    return not _users_module(module)
