@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import types
 from collections import deque
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.errors import Finding
@@ -28,8 +29,9 @@ __all__ = ["points_at_source"]
 DEPTH = 5
 """Steps from a variable to a parameter."""
 
-MOST = 200_000
-"""Objects looked at; a list of a million samples is not to cost a second."""
+MOST = 100_000
+WIDE = 10_000
+"""Objects looked at, in all and in one container: a list of a million samples is not to cost a second."""
 
 _LIBRARIES = tuple(
     {
@@ -67,31 +69,46 @@ class _Search:
         self.skip = {id(x) for x in (*own, *engines, source, target, source.extra, target.extra)}
         for state in (source, target):
             self.skip.update(id(module) for module in _modules(state.model))
-        self.names: dict[int, str] = {}
+        self.met: dict[
+            int, tuple[int, Any]
+        ] = {}  # how an object is reached: its holder, and a step
         self.lists: list[tuple[str, str, int]] = []
 
     def walk(self) -> None:
         """From every variable of the user's, breadth first; names what is met."""
-        queue: deque[tuple[Any, str, int]] = deque()
+        queue: deque[tuple[Any, int]] = deque()
         for value, name in _roots():
-            queue.append((value, name, 0))
-        met = 0
-        while queue and met < MOST:
-            value, name, depth = queue.popleft()
-            if id(value) in self.names or isinstance(value, _PLAIN):
-                continue
-            met += 1
-            self.names[id(value)] = name
-            if id(value) in self.skip:
-                continue
+            self._meet(queue, value, 0, name, 0)
+        while queue and len(self.met) < MOST:
+            value, depth = queue.popleft()
             count = 0
             for part, how in _parts(value):
                 if id(part) in self.old:
                     count += 1
                 elif depth < DEPTH:
-                    queue.append((part, f"{name}{how}", depth + 1))
+                    self._meet(queue, part, id(value), how, depth + 1)
             if count:
-                self.lists.append((_kind(value), name, count))
+                self.lists.append((_kind(value), self._name(value) or "", count))
+
+    def _meet(
+        self, queue: deque[tuple[Any, int]], value: Any, holder: int, how: Any, depth: int
+    ) -> None:
+        """Remember how a value is reached, and look into it later."""
+        if id(value) not in self.met and not isinstance(value, _PLAIN):
+            self.met[id(value)] = (holder, how)
+            if id(value) not in self.skip:
+                queue.append((value, depth))
+
+    def _name(self, value: Any) -> str | None:
+        """How a value is reached from a variable; None where it was not met."""
+        if id(value) not in self.met:
+            return None
+        holder, how = self.met[id(value)]
+        parts = [how]
+        while holder:
+            holder, how = self.met[holder]
+            parts.append(how)
+        return "".join(p if isinstance(p, str) else f"[{p[0]!r}]"[:40] for p in reversed(parts))
 
     def containers(self) -> Iterator[Finding]:
         """What holds parameters."""
@@ -140,7 +157,7 @@ class _Search:
                 cause = "it averages the source's parameters, and its average did not move"
                 fix = "pass its tensors as TrainState(extra=...) and update it from the target"
             if cause:
-                name = self.names.get(id(each))
+                name = self._name(each)
                 kind = f"{type(each).__module__}.{type(each).__qualname__}"
                 where = f"{kind} ({name})" if name else kind
                 yield Finding("points-at-source", where, cause, fix)
@@ -209,14 +226,17 @@ def _roots() -> Iterator[tuple[Any, str]]:
                     yield value, f"global {key!r} of module {name}"
 
 
-def _parts(value: Any) -> Iterator[tuple[Any, str]]:
-    """What a value holds directly, with how it is reached; nothing for frameworks' objects."""
+def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
+    """What a value holds directly, and how it is reached (a text, or a key in a tuple).
+
+    Nothing for frameworks' objects, and of a big container the first ones.
+    """
     if isinstance(value, dict):
-        yield from ((part, f"[{key!r}]"[:40]) for key, part in list(value.items()))
+        yield from ((part, (key,)) for key, part in list(islice(value.items(), WIDE)))
     elif isinstance(value, list | tuple | deque):
-        yield from ((part, f"[{i}]") for i, part in enumerate(list(value)))
+        yield from ((part, (i,)) for i, part in enumerate(list(islice(value, WIDE))))
     elif isinstance(value, set | frozenset):
-        yield from ((part, "{...}") for part in list(value))
+        yield from ((part, "{...}") for part in list(islice(value, WIDE)))
     elif isinstance(value, functools.partial):
         yield from ((part, " (an argument)") for part in (*value.args, *value.keywords.values()))
     elif isinstance(value, types.MethodType):
