@@ -23,8 +23,9 @@ HEAD = f"""# Every live layout to every other
 Written by `make matrix` from migrations on {WORLD} gloo ranks, with DeepSpeed and torch on the CPU; rows are
 sources, columns targets. The job has AdamW, a tied weight, a frozen one and buffers. Before a hop both sides
 ran an evaluation, which leaves gathered weights behind. Each hop was compared bit for bit by the frameworks'
-own gathers, moved no byte more than the least possible, and had equal fingerprints on both sides. Then source
-and target each took a training step, and so did a plain torch model and optimizer on the gathered tensors.
+own gathers, moved no byte more than the least possible, and had equal fingerprints on both sides. Then the
+target took a training step, and so did a plain torch model and optimizer on the gathered tensors. The source
+had other hyperparameters than any target is built with.
 """
 
 LEGEND = {
@@ -35,14 +36,18 @@ LEGEND = {
 
 TAIL = """## What is refused whatever the pair
 
-After a refusal the source trains on as if nothing had been tried. The tests are those of
-`tests/live/test_matrix_refusals.py`.
+After a refusal the source trains on as if nothing had been tried. [refusals.md](refusals.md) has every
+reason; these two are met between layouts that are each supported (`tests/live/test_matrix_refusals.py`).
 
 - Two sets of hyperparameters into one flat parameter, as FSDP1 has it without `use_orig_params` (marked
   `1`): `hyper-conflict`. Wrap the target with `use_orig_params=True`, or give the source's the same.
 - Frozen fp32 weights that 16 bits cannot hold, into a DeepSpeed engine that keeps them so (`-bf16` and
   `-fp16`): `narrowing`. `narrow="allow"` rounds them as DeepSpeed does when it is built. Weights that train
   have masters and lose nothing.
+
+What DeepSpeed and torch do wrong themselves, so that the kinds here go around it, is shown by
+`tests/live/test_framework_faults.py`.
+
 """
 
 
@@ -72,7 +77,8 @@ def keep(marks: Mapping[Pair, str | None]) -> None:
     held = {**load(), **marks}
     known = {pair: mark for pair in pairs() if (mark := held.get(pair)) is not None}
     texts = sorted({mark for mark in known.values() if len(mark) > 1})
-    letters = {text: string.ascii_letters[i] for i, text in enumerate(texts)}
+    free = [letter for letter in string.ascii_letters if letter != WORKS]
+    letters = dict(zip(texts, free, strict=False))
     rows = []
     for one in names:
         found = [known.get((one, two), UNKNOWN) for two in names]
@@ -106,7 +112,8 @@ def page(held: Mapping[str, Any]) -> str:
         )
     lines += [
         "",
-        TAIL,
+        TAIL.rstrip(),
+        "",
         "## The kinds",
         "",
         "| | kind | what it is | ranks |",
@@ -117,3 +124,9 @@ def page(held: Mapping[str, Any]) -> str:
         ranks = ", ".join(map(str, kind.worlds))
         lines.append(f"| {number.strip()} | `{name}` | {kind.about} | {ranks} |")
     return "\n".join(lines) + "\n"
+
+
+if (
+    __name__ == "__main__"
+):  # drawn anew, without a walk: pairs of new kinds are shown as not walked yet
+    keep({})

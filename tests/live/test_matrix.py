@@ -11,12 +11,16 @@ import os
 import re
 from fnmatch import fnmatch
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.declared import _worlds
 from tests.live import _page, _pairs, _walk
 from tests.live.kinds import KINDS
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 FAMILIES = sorted({re.match(r"[a-z]+\d?", name).group() for name in KINDS})  # type: ignore[union-attr]
 
@@ -141,3 +145,27 @@ def _mark(pair: _pairs.Pair, refused: list[dict[str, str]] | None) -> str:
     assert finding["reason"] == why[0], f"{pair} is refused for another reason: {finding}"
     told = {name: finding[name] for name in ("reason", "cause", "fix")}
     return json.dumps({**told, "test": why[1]})
+
+
+def test_the_page_has_these_kinds() -> None:
+    """`make matrix PAIRS=missing` walks the pairs of kinds that were added since, and writes it."""
+    held = json.loads(_page.JSON.read_text())
+    assert held["kinds"] == list(dict.fromkeys(one for one, _ in _page.pairs()))
+    assert _page.PAGE.read_text() == _page.page(held)
+
+
+def test_the_page_keeps_what_was_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal has a letter of its own; what failed since is not known any more."""
+    for name in ("JSON", "PAGE"):
+        monkeypatch.setattr(_page, name, tmp_path / name)
+    pairs = _page.pairs()
+    why = {"reason": "no-state", "cause": "it has none", "fix": "take a step", "test": ""}
+    _page.keep({**dict.fromkeys(pairs, _page.WORKS), pairs[1]: json.dumps(why)})
+    _page.keep({pairs[2]: None})
+    assert json.loads(_page.JSON.read_text())["rows"][0].startswith(f"oa{_page.UNKNOWN}o")
+    assert _page.load().keys() == set(pairs) - {pairs[2]}
+    assert json.loads(_page.load()[pairs[1]]) == why
+    assert (
+        "`a` refused by name: `no-state`: it has none; take a step (1 pairs)"
+        in _page.PAGE.read_text()
+    )
