@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -12,6 +12,10 @@ from torch import nn
 import dynadapt
 from dynadapt.elastic import held
 from dynadapt.elastic.held import points_at_source
+from tests.live import jobs
+
+if TYPE_CHECKING:
+    from tests._ranks import Pool
 
 KEPT: dict[str, Any] = {}
 """A user's global."""
@@ -141,3 +145,47 @@ def test_it_is_bounded() -> None:
     search = held._Search(source, target)
     search.walk()
     assert len(search.met) < held.MOST + held.WIDE
+
+
+def _wrapped(kind: str) -> dynadapt.TrainState:
+    """A source that a framework has wrapped, after a step: it keeps lists of parameters of its own."""
+    if kind == "zero3":
+        engine = jobs.zero3(jobs.net())
+        jobs.step(engine, 0)
+        return dynadapt.TrainState(engine)
+    model: Any = jobs.net()
+    if kind == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    elif kind == "fsdp1":
+        model = jobs.fsdp1(model)
+    else:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model.up)
+        fully_shard(model)
+    state = dynadapt.TrainState(model, jobs.adamw(model))
+    model(jobs.tokens(0)).backward()
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+    return state
+
+
+def _false_alarms(rank: int, world: int) -> dict[str, list[str]]:
+    found = {}
+    for kind in ("zero3", "ddp", "fsdp1", "fsdp2"):
+        source, plain = _wrapped(kind), jobs.net(seed=1)
+        target = dynadapt.TrainState(plain, jobs.adamw(plain))
+        found[kind] = [str(f) for f in points_at_source(source, target)]
+        held = list(source.model.parameters())
+        found[f"{kind} held"] = [f.where for f in points_at_source(source, target)]
+        del held
+    return found
+
+
+def test_what_frameworks_keep_for_themselves(ranks4: Pool) -> None:
+    """Reducers, engines and flat parameters are no news; the user's list beside them is."""
+    for found in ranks4.run(_false_alarms):
+        for kind in ("zero3", "ddp", "fsdp1", "fsdp2"):
+            assert found[kind] == [], kind
+            (where,) = found[f"{kind} held"]
+            assert where.endswith("in local 'held' of _false_alarms()")
