@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dynadapt.vps.spec import LayoutSpec
 
 __all__ = [
+    "PER_GROUP",
     "Adapter",
     "Agree",
     "AuxItem",
@@ -29,9 +30,19 @@ __all__ = [
     "Posted",
     "TrainState",
     "alone",
+    "modules_of",
+    "parts_of",
 ]
 
-AuxPolicy = Literal["replicated", "per-rank"]
+#: Under these names schedulers keep one value a param group.
+PER_GROUP = frozenset(
+    {
+        *("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums"),
+        *("max_momentums", "_initial_lrs", "eta_min_list"),
+    }
+)
+
+AuxPolicy = Literal["replicated", "per-rank", "by-part"]
 OutcomeKind = Literal["exact", "derived", "reseeded", "dropped", "kept"]
 
 
@@ -74,7 +85,9 @@ class Buffer(Protocol):
 class AuxItem:
     """One piece of state that is not a tensor of the model: hyperparameters, scheduler, counters.
 
-    `value` is what `vps.wire.encode_value` can carry. `replicated` items must be equal on all ranks.
+    `value` is what `vps.wire.encode_value` can carry. `replicated` items must be equal on all ranks;
+    those `by-part` (`param_groups` and `scheduler`, of a pipeline stage for instance) are about the
+    parameters of a rank's own part of the model, and united over all ranks.
     Paths in use: `param_groups`, `scheduler`, `counters`, `scaler`, `behaviour`, `data`, `user/<name>`.
     """
 
@@ -118,13 +131,16 @@ class Described:
 class TrainState:
     """A live training state, as a user names it.
 
-    `model` is a module, a wrapped module (DDP, FSDP2, DTensor parameters) or a DeepSpeed engine. The
-    rest is optional: `scheduler` an LR scheduler, `scaler` a GradScaler, `extra` label -> {parameter
-    name: tensor} (an EMA), `samples` the data position in samples, `user` name -> object with
-    `state_dict()` and `load_state_dict()`, `counters` name -> number, `local` name patterns
-    (fnmatch) of tensors that differ by rank on purpose, `coordinate` role -> index overrides this
-    rank's place in its meshes. A target's model may be on the meta device; `device` is where it then
-    gets memory: by default its mesh's device, that of its other tensors, or this process's accelerator.
+    `model` is a module, a wrapped module (DDP, FSDP2, DTensor parameters) or a DeepSpeed engine; of a
+    pipeline it is what this rank has: a torch `PipelineStage`, a schedule, a stage's submodule, or a
+    list of these. The rest is optional: `scheduler` an LR scheduler, `scaler` a GradScaler, `extra`
+    label -> {parameter name: tensor} (an EMA), `samples` the data position in samples, `user` name ->
+    object with `state_dict()` and `load_state_dict()`, `counters` name -> number, `local` name patterns
+    (fnmatch) of tensors that differ by rank on purpose, `coordinate` role -> index overrides this rank's
+    place in its meshes, `tied` groups of names that are one tensor though no memory ties them (an
+    embedding on the first stage and the head on the last, kept equal by the training loop). A target's
+    model may be on the meta device; `device` is where it then gets memory: by default its mesh's
+    device, that of its other tensors, or this process's accelerator.
     """
 
     model: Any
@@ -137,6 +153,7 @@ class TrainState:
     counters: dict[str, int] = field(default_factory=dict)
     local: tuple[str, ...] = ()
     coordinate: Mapping[str, int] = field(default_factory=dict)
+    tied: Sequence[Sequence[str]] = ()
     device: Any = None
 
     @classmethod
@@ -162,6 +179,26 @@ class FileTarget:
     options: Mapping[str, Any] = field(default_factory=dict)
     crcs: dict[str, int] = field(default_factory=dict)
     made: Any = None
+
+
+def parts_of(model: Any) -> tuple[Any, ...]:
+    """What a model is made of on this rank: the entries of a list, the stages of a schedule, or itself.
+
+    >>> parts_of(["a", ["b"]]), parts_of("a")
+    (('a', 'b'), ('a',))
+    """
+    if isinstance(model, list | tuple):
+        return tuple(part for each in model for part in parts_of(each))
+    if type(model).__module__.startswith("torch.distributed.pipelining."):
+        for stages in ("_stages", "_stage"):
+            if hasattr(model, stages):
+                return parts_of(getattr(model, stages))
+    return (model,)
+
+
+def modules_of(model: Any) -> tuple[Any, ...]:
+    """The modules, or the engine, behind `parts_of`: of a pipeline stage its submodule."""
+    return tuple(getattr(part, "submod", part) for part in parts_of(model))
 
 
 Agree = Callable[[], None]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from dynadapt.errors import DynadaptError
-from dynadapt.protocols import Adapter, FileTarget, TrainState
+from dynadapt.protocols import Adapter, FileTarget, TrainState, modules_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,7 +67,10 @@ def _is_deepspeed(x: Any) -> bool:
 
 def _is_module(x: Any) -> bool:
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(x, TrainState) and isinstance(x.model, torch.nn.Module)
+    if torch is None or not isinstance(x, TrainState):
+        return False
+    parts = modules_of(x.model)
+    return bool(parts) and all(isinstance(part, torch.nn.Module) for part in parts)
 
 
 def _has_fsdp1(x: Any) -> bool:
@@ -75,7 +78,11 @@ def _has_fsdp1(x: Any) -> bool:
     return (
         kinds is not None
         and _is_module(x)
-        and any(isinstance(each, kinds.FullyShardedDataParallel) for each in x.model.modules())
+        and any(
+            isinstance(each, kinds.FullyShardedDataParallel)
+            for part in modules_of(x.model)
+            for each in part.modules()
+        )
     )
 
 

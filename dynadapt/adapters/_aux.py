@@ -11,7 +11,7 @@ import torch
 
 from dynadapt.adapters._common import dtype_name, torch_dtype
 from dynadapt.errors import Finding, Refused
-from dynadapt.protocols import AuxItem, Outcome, TrainState
+from dynadapt.protocols import PER_GROUP, AuxItem, Outcome, TrainState
 from dynadapt.vps.keys import canonical_name
 from dynadapt.vps.wire import encodable
 
@@ -139,6 +139,8 @@ def apply_groups(
         known = [(name, by_name[name]) for name in members if name in by_name]
         if not known and not members and empty:
             known = [("", empty.pop(0))]
+        if not known and not members and len(groups) == len(item.value):
+            known = [("", item.value[index]["hyper"])]  # its members are on other stages
         if not known:
             outcomes.append(
                 Outcome(f"param_groups[{index}]", "dropped", "no member is in a source group")
@@ -199,17 +201,11 @@ def scheduler_item(scheduler: Any) -> AuxItem | None:
     return AuxItem("scheduler", {"class": type(scheduler).__name__, "state": kept, "left": left})
 
 
-#: What a scheduler keeps as one value a param group.
-_PER_GROUP = frozenset(
-    {
-        *("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums"),
-        *("max_momentums", "_initial_lrs", "eta_min_list"),
-    }
-)
-
-
 def _source_group_of(names: Sequence[Sequence[str]], groups: AuxItem | None) -> list[int] | None:
-    """For each target group, the source group of the same members; None where they are cut otherwise."""
+    """For each target group, the source group of the same members; None where they are cut otherwise.
+
+    Source groups of which the target has no member are left out: a pipeline stage has but its own.
+    """
     source = [set(group["names"]) for group in (groups.value if groups else [])]
     common = set().union(*source) & set().union(*map(set, names))
     left = [(members & common, index) for index, members in enumerate(source)]
@@ -220,17 +216,17 @@ def _source_group_of(names: Sequence[Sequence[str]], groups: AuxItem | None) -> 
             return None
         left.remove(match)
         found.append(match[1])
-    return None if left else found
+    return None if any(members for members, _ in left) else found
 
 
-def _by_target_group(value: Any, order: Sequence[int], key: str = "") -> Any:
-    """Per-group lists of a scheduler's state, at any depth, in the order of the target's groups."""
+def _by_target_group(value: Any, order: Sequence[int], count: int, key: str = "") -> Any:
+    """Lists of `count` entries, one a source group, in the order of the target's; at any depth."""
     if isinstance(value, dict):
-        return {k: _by_target_group(v, order, str(k)) for k, v in value.items()}
-    if isinstance(value, list) and key in _PER_GROUP and len(value) == len(order):
+        return {k: _by_target_group(v, order, count, str(k)) for k, v in value.items()}
+    if isinstance(value, list) and key in PER_GROUP and len(value) == count:
         return [value[index] for index in order]
     if isinstance(value, list):
-        return [_by_target_group(part, order) for part in value]
+        return [_by_target_group(part, order, count) for part in value]
     return value
 
 
@@ -263,7 +259,7 @@ def apply_scheduler(
             )
             fix = "give the target optimizer the source's param groups, or no scheduler"
             raise Refused([Finding("scheduler-groups", "scheduler", cause, fix)])
-        given = _by_target_group(given, order)
+        given = _by_target_group(given, order, len(groups.value))
     state = {key: _like(own.get(key), value) for key, value in given.items()}
     scheduler.load_state_dict({**own, **state})
     if left := item.value.get("left"):

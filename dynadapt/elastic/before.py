@@ -18,7 +18,7 @@ from dynadapt.elastic.release import cannot_undo, rounds_for, shared_with
 from dynadapt.elastic.side import unite
 from dynadapt.elastic.state import ballot, parked_findings, refuse
 from dynadapt.errors import Finding, Refused
-from dynadapt.protocols import Outcome, TrainState
+from dynadapt.protocols import Outcome, TrainState, modules_of
 from dynadapt.registry import adapter_for
 from dynadapt.transport.hashing import Wanted
 from dynadapt.transport.match import match
@@ -88,7 +88,8 @@ def _prepare(run: Run) -> None:
     taken = run.settings.mode != "keep" and run.own_source is not None and not run.source.readers
     if taken and run.x_target is not None:
         model = TrainState.of(run.x_source).model
-        if TrainState.of(run.x_target).model is model:
+        other = modules_of(TrainState.of(run.x_target).model)
+        if any(part is each for part in modules_of(model) for each in other):
             cause = "source and target are the same model, whose memory cannot be taken away"
             refuse([Finding("bad-argument", "mode", cause, "use mode='keep'")])
         if before is not None and run.own_source is not None:

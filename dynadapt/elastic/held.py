@@ -19,7 +19,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.errors import Finding
-from dynadapt.protocols import TrainState
+from dynadapt.protocols import TrainState, modules_of, parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,6 +68,7 @@ class _Search:
         engines = [getattr(x, name, None) for x in own for name in ("optimizer", "lr_scheduler")]
         self.skip = {id(x) for x in (*own, *engines, source, target, source.extra, target.extra)}
         for state in (source, target):
+            self.skip.update(id(part) for part in parts_of(state.model))
             self.skip.update(id(module) for module in _modules(state.model))
         self.met: dict[
             int, tuple[int, Any]
@@ -177,14 +178,16 @@ _PLAIN = (str, bytes, int, float, complex, type(None), types.ModuleType, type)
 
 
 def _modules(model: Any) -> Iterator[Any]:
-    modules = getattr(model, "modules", None)
-    return iter(()) if modules is None else iter(modules())
+    for part in modules_of(model):
+        modules = getattr(part, "modules", None)
+        yield from () if modules is None else modules()
 
 
 def _parameters(state: TrainState) -> Iterator[Any]:
-    parameters = getattr(state.model, "parameters", None)
-    if parameters is not None:
-        yield from parameters()
+    for part in modules_of(state.model):
+        parameters = getattr(part, "parameters", None)
+        if parameters is not None:
+            yield from parameters()
     groups = getattr(state.optimizer, "param_groups", None) or ()
     for group in groups:
         yield from group["params"]
@@ -284,17 +287,18 @@ def _hooks(model: Any) -> Iterator[tuple[tuple[str, str, str], Any]]:
     """Every hook, as (kind, function's name, place) and the function."""
     from dynadapt.vps.keys import canonical_name
 
-    named = getattr(model, "named_modules", None)
-    for raw, module in [] if named is None else named():
-        path = canonical_name(f"{raw}.").rstrip(".") or "model"
-        for attribute, kind in _MODULE_HOOKS.items():
-            for function in (getattr(module, attribute, None) or {}).values():
-                yield (kind, _called(function), f"module {path!r}"), function
-    for raw, parameter in [] if named is None else model.named_parameters():
-        for attribute, kind in _TENSOR_HOOKS.items():
-            for function in (getattr(parameter, attribute, None) or {}).values():
-                place = f"parameter {canonical_name(raw)!r}"
-                yield (kind, _called(function), place), function
+    for part in modules_of(model):
+        named = getattr(part, "named_modules", None)
+        for raw, module in [] if named is None else named():
+            path = canonical_name(f"{raw}.").rstrip(".") or "model"
+            for attribute, kind in _MODULE_HOOKS.items():
+                for function in (getattr(module, attribute, None) or {}).values():
+                    yield (kind, _called(function), f"module {path!r}"), function
+        for raw, parameter in [] if named is None else part.named_parameters():
+            for attribute, kind in _TENSOR_HOOKS.items():
+                for function in (getattr(parameter, attribute, None) or {}).values():
+                    place = f"parameter {canonical_name(raw)!r}"
+                    yield (kind, _called(function), place), function
 
 
 def _inner(function: Any) -> Any:

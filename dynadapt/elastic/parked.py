@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from dynadapt.protocols import modules_of
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -43,12 +45,12 @@ _parked: WeakKeyDictionary[Any, tuple[Buffer, ...]] = WeakKeyDictionary()
 
 def is_parked(model: Any) -> bool:
     """Whether a model's state was parked and moved away, so that it holds nothing."""
-    return model in _parked
+    return any(part in _parked for part in modules_of(model))
 
 
 def left(model: Any, buffers: Mapping[str, Buffer]) -> None:
     """A model's state has moved away and its buffers are freed; see `is_parked`."""
-    _parked[model] = tuple(buffers.values())
+    _parked.update(dict.fromkeys(modules_of(model), tuple(buffers.values())))
 
 
 class Woken:
@@ -58,15 +60,16 @@ class Woken:
     """
 
     def __init__(self, model: Any) -> None:
-        self._model = model
-        self._buffers = _parked[model] if is_parked(model) else ()
+        self._modules = tuple(part for part in modules_of(model) if part in _parked)
+        found = {id(b): b for part in self._modules for b in _parked[part]}
+        self._buffers = tuple(found.values())
         for buffer in self._buffers:
             buffer.refill()
 
     def settle(self) -> None:
         """A state has arrived: the model holds one again."""
-        if self._buffers:
-            _parked.pop(self._model, None)
+        for part in self._modules:
+            _parked.pop(part, None)
 
     def undo(self) -> None:
         """No state has arrived: nothing may be read from it."""
@@ -83,13 +86,13 @@ class Parked:
 
     def __init__(self, model: Any, buffers: Mapping[str, Buffer]) -> None:
         self._origin = dict(buffers)
-        self._model = model
+        self._modules = modules_of(model)
         self.buffers: dict[str, Buffer] = {}
         self.nbytes = 0
 
     def park(self) -> None:
         """Copy and free, buffer by buffer; if that fails half-way, `restore` undoes what was done."""
-        _parked[self._model] = tuple(self._origin.values())
+        _parked.update(dict.fromkeys(self._modules, tuple(self._origin.values())))
         for name, buffer in self._origin.items():
             host = buffer.tensor().to("cpu", copy=True)
             self.nbytes += host.numel() * host.element_size()
@@ -101,4 +104,5 @@ class Parked:
         for name, copy in self.buffers.items():
             self._origin[name].refill()
             self._origin[name].tensor().copy_(copy.tensor())
-        _parked.pop(self._model, None)
+        for part in self._modules:
+            _parked.pop(part, None)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from dynadapt.elastic import by_part
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import AuxItem
 from dynadapt.vps import wire
@@ -75,7 +76,12 @@ def unite(name: str, control: Control, own: Described | None) -> Side | None:
             described[first] = ((*described[first][0], *specs), described[first][1])
     findings: list[Finding] = []
     scalars = _unite_scalars(parts, findings, read)
-    aux = _unite_aux(parts, findings, read, control.seat)
+    united = by_part.united(_told_by_part(parts, read))
+    findings += united.findings
+    aux = {**_unite_aux(parts, findings, read, control.seat), **united.aux}
+    if united.groups:
+        whole = by_part.numbered({seat: own for seat, (own, _) in described.items()}, united)
+        described = {seat: (whole[seat], rows) for seat, (_, rows) in described.items()}
     try:
         layout = RowLayout.of_seats(described)
     except Refused as refused:
@@ -146,12 +152,23 @@ def _unite_scalars(parts: Mapping[int, Any], findings: list[Finding], read: _Rea
     return found
 
 
+def _told_by_part(parts: Mapping[int, Any], read: _Reader) -> dict[str, dict[int, Any]]:
+    found: dict[str, dict[int, Any]] = {}
+    for seat, report in parts.items():
+        for path, policy, data in report["aux"]:
+            if policy == "by-part":
+                found.setdefault(path, {})[seat] = read.value(data)
+    return found
+
+
 def _unite_aux(
     parts: Mapping[int, Any], findings: list[Finding], read: _Reader, me: int
 ) -> Mapping[str, AuxItem]:
     found: dict[str, tuple[int, AuxPolicy, bytes]] = {}
     for seat, report in parts.items():
         for path, policy, data in report["aux"]:
+            if policy == "by-part":
+                continue
             if policy == "per-rank":
                 if seat == me:
                     found[path] = (seat, policy, data)

@@ -234,7 +234,8 @@ def _ties(
                 str(target.key),
                 f"the source ties it with {source.key.name}, the target keeps two tensors",
                 "tie them again in the target, before its optimizer is made (parallelize_module "
-                'unties), or allow={"tie"} to give both the same values',
+                "unties); name them in TrainState(tied=...) if they lie on different pipeline stages; "
+                'or allow={"tie"} to give both the same values',
             )
         )
     for name in target.aliases:
@@ -248,7 +249,8 @@ def _ties(
                     "tie",
                     str(target.key),
                     f"the target ties it with {name}, the source keeps two tensors",
-                    f're-tie the source model, or allow={{"tie"}} to take {source.key.name}',
+                    "re-tie the source model, or name them in TrainState(tied=...) if they lie on "
+                    f'different pipeline stages; or allow={{"tie"}} to take {source.key.name}',
                 )
             )
     return findings

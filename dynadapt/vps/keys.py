@@ -174,9 +174,10 @@ def merge_specs(
             first_seat, known = merged[spec.key]
             if rank[spec.presence] < rank[known.presence]:
                 merged[spec.key] = (first_seat, known := replace(known, presence=spec.presence))
-            same = replace(spec, presence=known.presence, order=known.order)
+            # A stage's groups may have other numbers; who is in which is compared by names.
+            same = replace(spec, presence=known.presence, order=known.order, group=known.group)
             if same != known:
-                names_of = ("shape", "dtype", "kind", "trainable", "derived", "group", "local")
+                names_of = ("shape", "dtype", "kind", "trainable", "derived", "local")
                 differing = [n for n in names_of if getattr(same, n) != getattr(known, n)]
                 detail = ", ".join(
                     f"{n} {getattr(known, n)!r} on seat {first_seat} and {getattr(same, n)!r} on seat {seat}"

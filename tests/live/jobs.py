@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dynadapt.vps.keys import canonical_name
 from tests import _ranks
 from tests._deepspeed_gathers import gathered_below_3
 
@@ -221,8 +222,6 @@ def fsdp1_tensors(
         StateDictType,
     )
 
-    from dynadapt.vps.keys import canonical_name
-
     found: Tensors = {}
     with FullyShardedDataParallel.summon_full_params(model, writeback=False):
         for raw, param in model.named_parameters():
@@ -263,7 +262,7 @@ def torch_tensors(
     """The same of a plain or DTensor model, by DTensor's own gather."""
     found: Tensors = {}
     for raw, param in model.named_parameters():
-        name = raw.removeprefix("module.")
+        name = canonical_name(raw)
         found[f"{name}/param"] = _full(param.detach()).float()
         for slot in slots:
             if slot in optimizer.state.get(param, {}):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     import torch
 
@@ -34,12 +34,14 @@ def role_of(axis: str) -> str:
 
 
 def coordinate_of(
-    tensors: Iterable[torch.Tensor], data_meshes: tuple[Any, ...] = ()
+    tensors: Iterable[torch.Tensor],
+    data_meshes: tuple[Any, ...] = (),
+    known: Mapping[str, int] | None = None,
 ) -> dict[str, int]:
     """Role -> this rank's index, from the meshes of the DTensors; several `dp` axes are flattened.
 
-    `data_meshes` are known to carry data, whatever their axes are called. Without any mesh the rank in
-    the default group is `dp`, as for DistributedDataParallel.
+    `data_meshes` are known to carry data, whatever their axes are called; `known` is of roles that no
+    mesh tells. Without either the rank in the default group is `dp`, as for DistributedDataParallel.
     """
     meshes: list[Any] = [*data_meshes]
     for tensor in tensors:
@@ -47,7 +49,7 @@ def coordinate_of(
             meshes.append(tensor.device_mesh)
     if not meshes:
         ready = dist.is_available() and dist.is_initialized()
-        return {"dp": dist.get_rank() if ready else 0}
+        return {"dp": dist.get_rank() if ready else 0, **(known or {})}
     # A part of a mesh knows the mesh it was cut from, which has the other axes too.
     roots: list[Any] = []  # equal meshes are made anew by every fully_shard() without a mesh
     for mesh in meshes:
@@ -62,6 +64,7 @@ def coordinate_of(
             role = "dp" if axis in data else role_of(axis)
             own[role] = own.get(role, 0) * size + index
         found = {**own, **found}
+    found = {**(known or {}), **found}
     found.setdefault("dp", dist.get_rank() // max(root.size() for root in roots))
     return found
 

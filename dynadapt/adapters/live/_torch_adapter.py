@@ -18,9 +18,10 @@ from dynadapt.adapters._aux import (
 from dynadapt.adapters._knobs import remembered
 from dynadapt.adapters.live import _torch_aux
 from dynadapt.adapters.live._materialise import Ghost
+from dynadapt.adapters.live._stages import whole_of
 from dynadapt.adapters.live._torch_optimizer import SourceStates, StateMaker, write_scalars
 from dynadapt.errors import Refused
-from dynadapt.protocols import AuxItem, Described, Outcome, TrainState, alone
+from dynadapt.protocols import AuxItem, Described, Outcome, TrainState, alone, modules_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,7 +57,7 @@ class TorchAdapter:
 
     def quiesce(self, x: Any, agree: Agree = alone) -> None:
         """Refuse (`mid-step`) while any gradient holds a value; then drop gathered weights."""
-        model = TrainState.of(x).model
+        model = whole_of(TrainState.of(x).model)
         self._check_step_boundary(model)
         agree()
         self._reshard(model)
@@ -73,7 +74,7 @@ class TorchAdapter:
         state = TrainState.of(x)
         view = self._view(state)
         source = SourceStates(keys)
-        ghost = Ghost(state.model, state.device)
+        ghost = Ghost(view.model, state.device)
         findings = ghost.findings(keys)
         maker = StateMaker(view.holder) if view.optimizer is not None and source else None
         if maker is not None:
@@ -89,7 +90,7 @@ class TorchAdapter:
                 maker.make(view.held, source)
             made = ghost.made_bytes + (0 if maker is None else maker.made_bytes)
             described = replace(view.described(), allocated=made)
-            self._undo[state.model] = stack.pop_all()
+            self._undo[modules_of(state.model)[0]] = stack.pop_all()
         return described
 
     def finish(
@@ -105,11 +106,12 @@ class TorchAdapter:
         All of it is local, so `agree` is left to the caller.
         """
         state = TrainState.of(x)
-        self._reshard(state.model)
+        self._reshard(whole_of(state.model))
         view = self._view(state)
+        view.copy_buffers()
         source = SourceStates(keys)
-        user = with_extra_states(state.model, state.user)
-        self._undo.setdefault(state.model, ExitStack()).callback(
+        user = with_extra_states(view.model, state.user)
+        self._undo.setdefault(modules_of(state.model)[0], ExitStack()).callback(
             remembered(
                 state,
                 () if view.optimizer is None else view.optimizer.param_groups,
@@ -139,6 +141,6 @@ class TorchAdapter:
 
     def abandon(self, x: Any) -> None:
         """Take back what `prepare` made, put back what it dropped and what `finish` set."""
-        stack = self._undo.pop(TrainState.of(x).model, None)
+        stack = self._undo.pop(modules_of(TrainState.of(x).model)[0], None)
         if stack is not None:
             stack.close()

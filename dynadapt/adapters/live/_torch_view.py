@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor
 
 from dynadapt.adapters._aux import (
@@ -29,13 +30,11 @@ from dynadapt.adapters._odd_tensors import odd_tensor, odd_tensors
 from dynadapt.adapters.live import _fsdp2, _torch_aux
 from dynadapt.adapters.live._coordinate import coordinate_of
 from dynadapt.adapters.live._dtensor import placed_rows
+from dynadapt.adapters.live._stages import apart, clash, place_of, tied_by_user, united, whole_of
 from dynadapt.adapters.live._torch_optimizer import Member, held_by, read_state, state_holder
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import AuxItem, Described, TrainState
 from dynadapt.vps.keys import Key, KeySpec, canonical_name
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["View", "add_rows", "check_supported"]
 
@@ -71,7 +70,11 @@ class View:
 
     def __init__(self, state: TrainState) -> None:
         self.state = state
-        self.parameters = self._named()
+        self.model = whole_of(state.model)
+        self.parameters = tied_by_user(self._named(), state.tied)
+        self.buffers, self.copies = apart(united(state.model, named_buffers))
+        if bad := [a for a, b in self.copies if _form(a) != _form(b)]:
+            raise Refused(clash(named) for named in bad)
         self.optimizer = unwrapped(state.optimizer)
         self.holder = state_holder(self.optimizer)
         self.members = self._members()
@@ -82,9 +85,9 @@ class View:
 
     def _named(self) -> tuple[NamedTensor, ...]:
         """All parameters, once their shards are what a forward reads; raises `Refused` before."""
-        check_supported(self.state.model)
-        _fsdp2.require_sharded(self.state.model)
-        return named_parameters(self.state.model)
+        check_supported(self.model)
+        _fsdp2.require_sharded(self.model)
+        return united(self.state.model, named_parameters)
 
     def _names_in(self) -> dict[int, tuple[str, ...]]:
         """For each parameter that an optimizer may have, by `id`, the names of the tensors in it."""
@@ -117,7 +120,7 @@ class View:
 
     def _policies(self) -> dict[str, str]:
         """Dtypes that the wrapper computes in, where they differ from the parameters'."""
-        return _fsdp2.param_policies(self.state.model)
+        return _fsdp2.param_policies(self.model)
 
     def _members(self) -> tuple[Member, ...]:
         """The optimizer's parameters in group order; raises `Refused` for one that is not the model's."""
@@ -153,7 +156,7 @@ class View:
 
     def described(self) -> Described:
         """Specs, rows, scalars and aux of this rank."""
-        if findings := [*odd_tensors(self.state.model)]:
+        if findings := [*odd_tensors(self.model)]:
             raise Refused(findings)
         table = BufferTable()
         specs: list[KeySpec] = []
@@ -174,6 +177,12 @@ class View:
             flat_step=self.flat_step,
         )
 
+    def copy_buffers(self) -> None:
+        """Give every stage's own copy of a buffer what the first was given."""
+        with torch.no_grad():
+            for first, copy in self.copies:
+                _local(copy.tensor).copy_(_local(first.tensor))
+
     def _spec(
         self, named: NamedTensor, slot: str, tensor: torch.Tensor, group: int, **more: Any
     ) -> KeySpec:
@@ -190,7 +199,7 @@ class View:
 
     def _buffers(self, table: BufferTable) -> list[KeySpec]:
         specs = []
-        for named in named_buffers(self.state.model):
+        for named in self.buffers:
             kind = "buffer" if named.persistent else "transient"
             specs.append(self._spec(named, "buffer", named.tensor, -1, kind=kind, trainable=False))
             add_rows(table, specs[-1].key, named.tensor)
@@ -238,27 +247,33 @@ class View:
         if self.state.coordinate:
             return dict(self.state.coordinate)
         tensors = (named.tensor for named in self.parameters)
-        return coordinate_of(tensors, _fsdp2.fsdp_meshes(self.state.model))
+        meshes = _fsdp2.fsdp_meshes(self.model)
+        return coordinate_of(tensors, meshes, place_of(self.state.model))
 
     def _aux(self) -> tuple[AuxItem, ...]:
         state = self.state
+        scheduler = scheduler_item(state.scheduler)
         items: list[AuxItem | None] = [
-            scheduler_item(state.scheduler),
             _torch_aux.scaler_item(state.scaler),
             AuxItem("behaviour", self.behaviour()),
-            *user_items(
-                with_extra_states(self.state.model, state.user), state.samples, state.counters
-            ),
+            *user_items(with_extra_states(self.model, state.user), state.samples, state.counters),
         ]
         if self.optimizer is not None:
             items.append(optimizer_item(self.holder))
-            items.append(groups_item(self.optimizer.param_groups, self.group_names()))
+            groups = groups_item(self.optimizer.param_groups, self.group_names())
+            # A rank's groups have its own part of a model only, and a schedule a value for each group.
+            items += [item and replace(item, policy="by-part") for item in (groups, scheduler)]
+        else:
+            items.append(scheduler)
         return tuple(item for item in items if item is not None)
 
     def behaviour(self) -> dict[str, Any]:
         """What a step does by set-up rather than by state."""
         dtypes = sorted({dtype_name(named.tensor.dtype) for named in self.parameters})
         policies = self._policies()
+        unlike = [a.name for a, b in self.copies if not _equal(a.tensor, b.tensor)]
+        if unlike:
+            policies["buffers of one name that differ between stages"] = ",".join(unlike)
         return {
             "framework": "torch",
             "precision": policies.pop("param_dtype", None) or ",".join(dtypes),
@@ -269,6 +284,16 @@ class View:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _form(named: NamedTensor) -> tuple[object, ...]:
+    return named.tensor.shape, named.tensor.dtype, type(named.tensor)
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors hold the same here; what has no memory holds nothing."""
+    a, b = _local(a), _local(b)
+    return a.is_meta or b.is_meta or torch.equal(a, b)
 
 
 def add_rows(table: BufferTable, key: Key, tensor: torch.Tensor) -> None:

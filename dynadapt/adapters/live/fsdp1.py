@@ -22,6 +22,7 @@ from dynadapt.adapters._common import whole_only
 from dynadapt.adapters.live import _fsdp1
 from dynadapt.adapters.live._coordinate import coordinate_of
 from dynadapt.adapters.live._fsdp1_parts import Part, named_parts, units
+from dynadapt.adapters.live._stages import place_of
 from dynadapt.adapters.live._torch_adapter import TorchAdapter
 from dynadapt.adapters.live._torch_view import View, add_rows
 from dynadapt.errors import Finding, Refused
@@ -81,9 +82,9 @@ class _FlatView(View):
         )
 
     def _named(self) -> tuple[NamedTensor, ...]:
-        _fsdp1.check_supported(self.state.model)
-        _fsdp1.require_sharded(self.state.model)
-        found = named_parts(self.state.model)
+        _fsdp1.check_supported(self.model)
+        _fsdp1.require_sharded(self.model)
+        found = named_parts(self.model)
         self._parts = {named.name: part for named, part in found if part is not None}
         return tuple(named for named, _ in found)
 
@@ -130,7 +131,7 @@ class _FlatView(View):
         if name.rpartition(".")[2] != _FLAT:
             return super()._named_by(raw, tensor)
         at = name.removesuffix(_FLAT).removesuffix(".")
-        flats = {n: u._handle.flat_param for n, u in units(self.state.model)}
+        flats = {n: u._handle.flat_param for n, u in units(self.model)}
         return tuple(
             (self._by_name[each], self._within(self._by_name[each], flats[at], tensor))
             for each, part in self._parts.items()
@@ -140,16 +141,17 @@ class _FlatView(View):
     def _coordinate(self) -> dict[str, int]:
         if self.state.coordinate:
             return dict(self.state.coordinate)
-        every = [unit for _, unit in units(self.state.model)]
+        place = place_of(self.state.model)
+        every = [unit for _, unit in units(self.model)]
         meshes = tuple({id(u._device_mesh): u._device_mesh for u in every}.values())
         if all(mesh is not None for mesh in meshes) and meshes:
-            return coordinate_of((), meshes)
+            return coordinate_of((), meshes, place)
         if not every:
-            return coordinate_of(())
+            return coordinate_of((), (), place)
         first = every[0]
         replicas = getattr(first, "_inter_node_pg", None)
         replica = 0 if replicas is None else replicas.rank()
-        return {"dp": replica * first.world_size + first.rank}
+        return {**place, "dp": replica * first.world_size + first.rank}
 
     def _policies(self) -> dict[str, str]:
-        return _fsdp1.param_policies(self.state.model)
+        return _fsdp1.param_policies(self.model)
