@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import resource
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +10,6 @@ import torch
 from torch import nn
 
 import dynadapt
-from tests import _ranks
 from tests.live import jobs
 
 if TYPE_CHECKING:
@@ -190,47 +187,3 @@ def test_an_engine_is_put_back(ranks4: Pool) -> None:
     for answer in ranks4.run(_engine, "zero3-bf16"):
         assert "Boom" in answer.pop("text")
         assert all(answer.values()), answer
-
-
-def _no_room(rank: int, world: int) -> dict[str, Any]:
-    source, twin, target = (jobs.net(seed=s, hidden=60000) for s in (0, 0, 1))
-    states = [dynadapt.TrainState(m, jobs.adamw(m)) for m in (source, twin, target)]
-    from torch.distributed.fsdp import fully_shard
-
-    fully_shard(source)
-    states[0].optimizer = jobs.adamw(source)
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-
-    def on_phase(name: str) -> None:
-        if name == "move" and rank == 2:
-            pages = int(Path("/proc/self/statm").read_text().split()[0])
-            resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + 65536, limits[1]))
-
-    from dynadapt.transport import executor
-
-    direct, executor.DIRECT = executor.DIRECT, 1 << 40  # everything is staged
-    try:
-        dynadapt.migrate(states[0], states[2], timeout=60, on_phase=on_phase)
-        reason, phase = "", ""
-    except dynadapt.MigrationAborted as error:
-        reason, phase = error.reason, error.phase
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, limits)
-        executor.DIRECT = direct
-    losses = [float(m(jobs.tokens(0)).detach()) for m in (source, twin)]
-    then = dynadapt.migrate(states[0], states[2], timeout=60)
-    return {
-        "reason": reason,
-        "phase": phase,
-        "same": losses[0] == losses[1],
-        "then": then.fingerprint_source == then.fingerprint_target,
-    }
-
-
-def test_no_memory_in_the_middle_of_a_move() -> None:
-    """The address space of one rank is used up when it stages its first chunk."""
-    with _ranks.spawn_fresh(4) as pool:
-        for answer in pool.run(_no_room, timeout=200):
-            assert (answer["reason"], answer["phase"]) == ("out-of-memory", "move")
-            assert answer["same"]
-            assert answer["then"]
