@@ -19,10 +19,13 @@ if TYPE_CHECKING:
 Found = tuple[torch.nn.Parameter, str, torch.Tensor]
 
 
-def gathered_below_3(engine: Any) -> dict[tuple[str, str], torch.Tensor]:
-    """Every master, state tensor and lower weight by (parameter, slot), on every rank; a collective."""
-    stage = engine.zero_optimization_stage()
-    every = _joined(engine) if stage else _whole(engine)
+def gathered_below_3(engine: Any, group: Any = None) -> dict[tuple[str, str], torch.Tensor]:
+    """Every master, state tensor and lower weight by (parameter, slot), on every rank; a collective.
+
+    `group` are the ranks that the state is cut over; by default all.
+    """
+    cut = engine.zero_optimization_stage() or hasattr(engine.optimizer, "bf16_groups_flat")
+    every = _joined(engine, group) if cut else _whole(engine)
     names = {id(param): name for name, param in engine.module.named_parameters()}
     found = {(names[id(param)], slot): full.detach().clone() for param, slot, full in every}
     for name, param in engine.module.named_parameters():
@@ -34,10 +37,12 @@ def gathered_below_3(engine: Any) -> dict[tuple[str, str], torch.Tensor]:
 
 
 def _has_copies(engine: Any) -> bool:
-    return bool(engine.zero_optimization_stage() or hasattr(engine.optimizer, "fp16_groups"))
+    optimizer = engine.optimizer
+    wrapped = hasattr(optimizer, "fp16_groups") or hasattr(optimizer, "bf16_groups")
+    return bool(engine.zero_optimization_stage() or wrapped)
 
 
-def _joined(engine: Any) -> Iterator[Found]:
+def _joined(engine: Any, group: Any) -> Iterator[Found]:
     """Stages 1 and 2 and `BF16_Optimizer`."""
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -50,8 +55,8 @@ def _joined(engine: Any) -> Iterator[Found]:
         groups = optimizer.bit16_groups
     for part, flat, params in zip(own, weights, groups, strict=True):
         for slot, full in {"param": part, **_states(optimizer.optimizer, part)}.items():
-            parts = [torch.empty_like(full) for _ in range(dist.get_world_size())]
-            dist.all_gather(parts, full.detach())
+            parts = [torch.empty_like(full) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(parts, full.detach(), group=group)
             joined = torch.cat(parts)
             for param in params:
                 at = param.storage_offset() - flat.storage_offset()
@@ -84,3 +89,43 @@ def _whole(engine: Any) -> Iterator[Found]:
 def _states(optimizer: Any, master: torch.Tensor) -> dict[str, torch.Tensor]:
     state = optimizer.state.get(master, {})
     return {slot: value for slot, value in state.items() if getattr(value, "ndim", 0)}
+
+
+Tensors = dict[tuple[str, str], torch.Tensor]
+
+
+def joined_stages(own: Tensors) -> Tensors:
+    """What the stages of a pipeline hold, on every rank; replicas must be equal."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, own)
+    found: Tensors = {}
+    for part in parts:
+        for key, full in part.items():
+            assert torch.equal(found.setdefault(key, full), full), key
+    return found
+
+
+def joined_tensors(engine: Any, own: Tensors) -> Tensors:
+    """What the ranks of AutoTP hold, on every rank, by the gathers of its layers; replicas must be equal.
+
+    A rank may hold nothing of a parameter, which DeepSpeed then does not optimize there.
+    """
+    params = dict(engine.module.named_parameters())
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, {key: full.dtype for key, full in own.items()})
+    dtypes: dict[tuple[str, str], torch.dtype] = {}
+    for part in parts:
+        for key, dtype in part.items():
+            if key not in dtypes or dtype == torch.float32:
+                dtypes[key] = dtype
+    whole: Tensors = {}
+    for (name, slot), dtype in sorted(dtypes.items()):
+        param = params[name]
+        full = own.get((name, slot), param.new_zeros(param.shape, dtype=dtype)).to(dtype)
+        gather = getattr(param, "gather_params", None)
+        if gather is not None:
+            kept, param.data = param.data, full.clone()  # it knows its own bias from its weight
+            gather([param])
+            full, param.data = param.data, kept
+        whole[name, slot] = full
+    return joined_stages(whole)

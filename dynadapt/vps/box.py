@@ -79,6 +79,18 @@ class Box:
         hi = tuple(map(min, self.hi, other.hi))
         return None if any(map(ge, lo, hi)) else Box(lo, hi)
 
+    def shifted(self, origin: Sequence[int], to: Sequence[int]) -> Box:
+        """The box as it lies once the point `origin` is moved to the point `to`.
+
+        >>> print(Box((1, 2), (3, 4)).shifted((1, 0), (5, 0)))
+        [5:7,2:4]
+        """
+        moves = [b - a for a, b in zip(origin, to, strict=True)]
+        return Box(
+            tuple(at + move for at, move in zip(self.lo, moves, strict=True)),
+            tuple(at + move for at, move in zip(self.hi, moves, strict=True)),
+        )
+
     def contains(self, other: Box) -> bool:
         """Whether every element of `other` is in this box."""
         return all(map(le, self.lo, other.lo)) and all(map(ge, self.hi, other.hi))

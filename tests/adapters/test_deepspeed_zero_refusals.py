@@ -159,7 +159,6 @@ def _refusals(rank: int, world_size: int) -> dict[str, Any]:
         setattr(optimizer, name, before)
     for name, (field, value) in {
         "tensor parallel": ("mp_world_size", 2),
-        "pipeline": ("pipeline_parallelism", True),
         "experts": ("has_moe_layers", True),
         "no optimizer": ("optimizer", None),
     }.items():
@@ -215,7 +214,6 @@ def test_refusals_name_every_place_at_once(ranks2: Pool) -> None:
         "zenflow": ["unsupported-offload"],
         "offloaded_states": ["unsupported-offload"],
         "tensor parallel": ["unsupported-parallel"],
-        "pipeline": ["unsupported-parallel"],
         "experts": ["unsupported-parallel"],
         "no optimizer": ["unsupported-stage"],
         "odd state": ["unsupported-state"] * 2,

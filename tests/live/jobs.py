@@ -112,6 +112,8 @@ def deepspeed_engine(kind: str, model: nn.Module, optimizer: Any = None, **confi
     """A real engine of a kind such as "zero1rr-bf16"."""
     import deepspeed
 
+    from dynadapt.adapters.live.deepspeed_zero import beside
+
     name, _, dtype = kind.partition("-")
     if dtype == "fp16":
         _ranks.allow_fp16()
@@ -131,7 +133,8 @@ def deepspeed_engine(kind: str, model: nn.Module, optimizer: Any = None, **confi
         **PRECISIONS[dtype],
         **more,
     }
-    with _ranks.taken_for_fused(torch.optim.AdamW if name == "zero0fused" else None):
+    fused = torch.optim.AdamW if name == "zero0fused" else None
+    with beside(), _ranks.taken_for_fused(fused):
         return deepspeed.initialize(
             model=model,
             optimizer=optimizer or adamw(model),

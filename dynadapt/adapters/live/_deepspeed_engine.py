@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dynadapt.adapters.live._deepspeed_pipe import is_pipeline
 from dynadapt.protocols import AuxItem, Outcome
 from dynadapt.vps.wire import encodable
 
@@ -24,7 +25,10 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 def counters_of(engine: Any) -> dict[str, int]:
     """The engine's own counts."""
-    return {name: int(getattr(engine, name)) for name in COUNTERS}
+    counts = {name: int(getattr(engine, name)) for name in COUNTERS}
+    if is_pipeline(engine):
+        del counts["micro_steps"]  # a pipeline does not count them
+    return counts
 
 
 def apply_counters(engine: Any, own: dict[str, int], item: AuxItem | None) -> tuple[Outcome, ...]:
@@ -42,7 +46,9 @@ def apply_counters(engine: Any, own: dict[str, int], item: AuxItem | None) -> tu
             setattr(engine, name, found[name])
     outcomes = [Outcome("counters", "exact")]
     steps, every = engine.global_steps, engine.gradient_accumulation_steps()
-    if "global_steps" in found and ("micro_steps" not in found or engine.micro_steps % every):
+    if is_pipeline(engine):
+        engine.micro_steps = 0
+    elif "global_steps" in found and ("micro_steps" not in found or engine.micro_steps % every):
         engine.micro_steps = steps * every
         outcomes.append(Outcome("counters/micro_steps", "derived", f"{steps} steps of {every}"))
     if "global_steps" in found and "global_samples" not in found:

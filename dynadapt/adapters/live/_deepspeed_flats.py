@@ -16,6 +16,8 @@ import torch
 from dynadapt.adapters._aux import plain
 from dynadapt.adapters._common import decided_names, fresh_state, optimizer_slots
 from dynadapt.adapters._odd_tensors import odd_state
+from dynadapt.adapters.live._deepspeed_cut import cuts_of
+from dynadapt.adapters.live._deepspeed_pipe import parameters_of
 from dynadapt.adapters.live._deepspeed_share import (
     bad_extra,
     is_scalar,
@@ -55,6 +57,8 @@ class Flats(ABC):
         self.engine = engine
         self.optimizer = engine.optimizer
         self.inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+        self.parameters = parameters_of(engine)
+        self.cuts, self.bad_cuts = cuts_of(engine)
         self.shares: tuple[Share, ...] = tuple(self._shares())
 
     # --- what the single optimizers say -------------------------------------------------------
@@ -175,6 +179,8 @@ class Flats(ABC):
         """Rows of this rank's shares into `table`; the specs of all parameters."""
         specs: list[KeySpec] = []
         for share in self.shares:
+            if share.nothing:
+                continue  # the other ranks know what states it has
             for spec, tensor in self._slots_of(share):
                 specs.append(spec)
                 if tensor is not None:

@@ -17,6 +17,8 @@ from dynadapt.vps.keys import Key, KeySpec
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from dynadapt.adapters.live._deepspeed_cut import Cut
+
 __all__ = [
     "Share",
     "bad_extra",
@@ -37,7 +39,8 @@ __all__ = [
 class Share:
     """This rank's piece of one parameter: elements `span`, at `offset` in unit number `unit`.
 
-    A parameter outside the optimizer has no unit (-1); `group` is the param group of the unit.
+    A parameter outside the optimizer has no unit (-1); `group` is the param group of the unit. `span` is
+    of this rank's own parameter, which is itself a part where `cut` says so.
     """
 
     named: NamedTensor
@@ -45,11 +48,22 @@ class Share:
     unit: int = -1
     offset: int = 0
     group: int = -1
+    cut: Cut | None = None
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of this rank's parameter, whatever its memory is by now."""
+        return tuple(self.named.tensor.shape)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The parameter's own shape, whatever the parameter's memory is by now."""
-        return tuple(self.named.tensor.shape)
+        """The whole parameter's shape; that of this rank's unless tensor parallelism cuts it."""
+        return self.local_shape if self.cut is None else self.cut.shape
+
+    @property
+    def nothing(self) -> bool:
+        """Tensor parallelism left this rank nothing of a parameter: DeepSpeed then does not optimize it."""
+        return self.cut is not None and 0 in self.local_shape
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -59,7 +73,7 @@ class Share:
     @property
     def cut_shape(self) -> tuple[int, ...]:
         """The shape of a user's tensor that is cut as the framework cuts the parameter's weight."""
-        return self.shape
+        return self.local_shape
 
     def copy(self) -> torch.Tensor:
         """What a forward is made from on this rank: the whole parameter, or the elements `span`."""
@@ -87,10 +101,33 @@ def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def put(table: BufferTable, key: Key, share: Share, tensor: torch.Tensor) -> None:
     """A tensor in the parameter's own shape is all of it; any other one has the share's elements."""
-    if tuple(tensor.shape) == share.shape:
-        table.add(key, Box.whole(share.shape), tensor)
-    elif len(share.span):
-        table.add_flat(key, share.span.boxes(share.shape), tensor)
+    shape = tuple(tensor.shape)
+    if shape == share.local_shape:
+        _put_box(table, key, share, Box.whole(shape), tensor)
+    elif shape == share.shape:
+        table.add(key, Box.whole(shape), tensor)
+    elif share.cut is None:
+        if len(share.span):
+            table.add_flat(key, share.span.boxes(share.shape), tensor)
+    else:
+        at = 0
+        for box in share.span.boxes(share.local_shape):
+            part = tensor.narrow(0, at, box.volume).view(box.shape)
+            _put_box(table, key, share, box, part)
+            at += box.volume
+
+
+def _put_box(table: BufferTable, key: Key, share: Share, box: Box, tensor: torch.Tensor) -> None:
+    """A tensor that is a box of this rank's own parameter, under its coordinates in the whole one."""
+    if share.cut is None:
+        table.add(key, box, tensor)
+        return
+    for local, whole in share.cut.pieces:
+        inner = box.intersect(local)
+        if inner is not None:
+            ends = zip(inner.lo, inner.hi, box.lo, strict=True)
+            view = tensor[tuple(slice(lo - start, hi - start) for lo, hi, start in ends)]
+            table.add(key, inner.shifted(local.lo, whole.lo), view)
 
 
 def spec_of(share: Share, slot: str, dtype: torch.dtype, trainable: bool, **more: Any) -> KeySpec:

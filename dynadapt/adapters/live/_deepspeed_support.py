@@ -13,6 +13,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from dynadapt.adapters._common import named_parameters, whole_only
 from dynadapt.adapters._odd_tensors import odd_tensors
+from dynadapt.adapters.live._deepspeed_pipe import is_pipeline
 from dynadapt.adapters.live._deepspeed_zero0 import Fused, Plain, Unfused
 from dynadapt.adapters.live._deepspeed_zero3 import Zero3
 from dynadapt.adapters.live._deepspeed_zero12 import Bf16, Zero12
@@ -55,7 +56,10 @@ def view_of(engine: Any) -> Flats:
         findings += _zero12(optimizer)
     if findings:
         raise Refused(findings)
-    return kind(engine)
+    view = kind(engine)
+    if view.bad_cuts:
+        raise Refused(view.bad_cuts)
+    return view
 
 
 def _unknown(engine: Any) -> Finding:
@@ -74,20 +78,7 @@ def _unknown(engine: Any) -> Finding:
 
 def _anywhere(engine: Any) -> Iterator[Finding]:
     """Set-ups in which a rank's parameters are not the model's, or state lies outside the optimizer."""
-    if engine.mp_world_size > 1 or engine.autotp_size() > 1:
-        yield Finding(
-            "unsupported-parallel",
-            "tensor parallelism",
-            "the engine's parameters are shards themselves",
-            "use DeepSpeed without tensor parallelism",
-        )
-    if getattr(engine, "pipeline_parallelism", False):
-        yield Finding(
-            "unsupported-parallel",
-            "pipeline parallelism",
-            "a rank knows the parameters of its own stage only",
-            "use DeepSpeed without a PipelineModule",
-        )
+    yield from _unknown_cuts(engine)
     if engine.has_moe_layers:
         yield Finding(
             "unsupported-parallel",
@@ -108,6 +99,26 @@ def _anywhere(engine: Any) -> Iterator[Finding]:
         cause = "engine.offload_states() has moved the state away"
         fix = "call engine.reload_states() first"
         yield Finding("unsupported-offload", "zero_optimization", cause, fix)
+
+
+def _unknown_cuts(engine: Any) -> Iterator[Finding]:
+    """Tensor parallelism that nobody tells the layout of."""
+    pipeline = is_pipeline(engine)
+    slices = engine.module.mpu().get_slice_parallel_world_size() if pipeline else 1
+    if slices > 1 or (not pipeline and engine.mp_world_size > 1 and engine.autotp_size() <= 1):
+        yield Finding(
+            "unsupported-parallel",
+            "tensor parallelism",
+            "the model cuts its own parameters, and DeepSpeed is not told how",
+            "let DeepSpeed cut them (tensor_parallel.autotp_size), or move the state without",
+        )
+    if pipeline and engine.autotp_size() > 1:
+        yield Finding(
+            "unsupported-parallel",
+            "tensor parallelism",
+            "AutoTP in a pipeline takes the stages for data-parallel ranks",
+            "use a PipelineModule without tensor_parallel, or AutoTP without a pipeline",
+        )
 
 
 def _zero3_offload(optimizer: Any) -> Iterator[Finding]:

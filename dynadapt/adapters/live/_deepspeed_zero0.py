@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from dynadapt.adapters._common import named_parameters
 from dynadapt.adapters.live._deepspeed_flats import Flats
 from dynadapt.adapters.live._deepspeed_share import Share, laid_out
 from dynadapt.vps.box import Span
@@ -70,9 +69,10 @@ class Fused(_Whole):
             offsets = [0, *accumulate(param.numel() for param in params)]
             for param, _, at in laid_out(params, offsets[:-1], offsets[-1], 0):
                 place[id(param)] = (group, at)
-        for named in named_parameters(self.engine.module):
+        for named in self.parameters:
             group, at = place.get(id(named.tensor), (-1, 0))
-            yield Share(named, Span(0, named.tensor.numel()), group, at, group)
+            cut = self.cuts.get(id(named.tensor))
+            yield Share(named, Span(0, named.tensor.numel()), group, at, group, cut)
 
 
 class _WholeShare(Share):
@@ -113,9 +113,10 @@ class _Single(_Whole):
 
     def _shares(self) -> Iterator[Share]:
         place = {id(param): (unit, group) for unit, (group, param, _) in enumerate(self._params)}
-        for named in named_parameters(self.engine.module):
+        for named in self.parameters:
             unit, group = place.get(id(named.tensor), (-1, -1))
-            yield _WholeShare(named, Span(0, named.tensor.numel()), unit, 0, group)
+            cut = self.cuts.get(id(named.tensor))
+            yield _WholeShare(named, Span(0, named.tensor.numel()), unit, 0, group, cut)
 
 
 class Unfused(_Single):

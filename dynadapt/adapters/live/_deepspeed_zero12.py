@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from deepspeed import comm
 
-from dynadapt.adapters._common import named_parameters
 from dynadapt.adapters.live._deepspeed_flats import Flats
 from dynadapt.adapters.live._deepspeed_share import Share, laid_out
 from dynadapt.vps.box import Span
@@ -68,12 +67,13 @@ class _Parts(Flats):
             params, offsets = self._order(group)
             for param, span, at in laid_out(params, offsets, master.numel(), self._rank_in(group)):
                 place[id(param)] = (span, group, at)
-        for named in named_parameters(self.engine.module):
+        for named in self.parameters:
+            cut = self.cuts.get(id(named.tensor))
             if id(named.tensor) in place:
                 span, group, at = place[id(named.tensor)]
-                yield Share(named, span, group, at, group)
+                yield Share(named, span, group, at, group, cut)
             else:
-                yield Share(named, Span(0, named.tensor.numel()))
+                yield Share(named, Span(0, named.tensor.numel()), cut=cut)
 
     def state_changed(self) -> None:
         """DeepSpeed links parameters to states at a step, and only once."""

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dynadapt.adapters._common import named_parameters
 from dynadapt.adapters.live._deepspeed_flats import Flats
 from dynadapt.adapters.live._deepspeed_share import Share
 from dynadapt.vps.box import Span
@@ -34,7 +33,7 @@ class Zero3Share(Share):
     padded: int = 0
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def local_shape(self) -> tuple[int, ...]:
         """The parameter's own shape, unpadded; the parameter itself may be empty by now."""
         return tuple(self.named.tensor.ds_shape)  # type: ignore[attr-defined]
 
@@ -94,17 +93,18 @@ class Zero3(Flats):
             for member in members:
                 place[id(member)] = (index, offset)
                 offset += member.partition_numel()
-        for named in named_parameters(self.engine.module):
+        for named in self.parameters:
             param: Any = named.tensor
             padded = param.ds_tensor.ds_numel
             start = min(param.ds_zero_partition_rank * padded, param.ds_numel)
             span = Span(start, min(start + padded, param.ds_numel))
+            cut = self.cuts.get(id(param))
             if id(param) not in place:
-                yield Zero3Share(named, span, padded=padded)
+                yield Zero3Share(named, span, cut=cut, padded=padded)
                 continue
             index, offset = place[id(param)]
             group = self.optimizer.sub_group_to_group_id[index]
-            yield Zero3Share(named, span, index, offset, group, padded)
+            yield Zero3Share(named, span, index, offset, group, cut, padded)
 
     def pending_backwards(self) -> int:
         """DeepSpeed counts a backward only when the next forward begins, hence the flag beside the

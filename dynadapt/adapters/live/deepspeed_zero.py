@@ -31,9 +31,16 @@ from dynadapt.adapters._aux import (
     user_items,
     with_extra_states,
 )
-from dynadapt.adapters._common import BufferTable, dtype_name, is_local, named_buffers
+from dynadapt.adapters._common import BufferTable, dtype_name, is_local
 from dynadapt.adapters._knobs import remembered
 from dynadapt.adapters.live import _deepspeed_engine as aside
+from dynadapt.adapters.live._deepspeed_globals import (
+    beside,
+    known_globals,
+    put_in_force,
+    set_globals,
+)
+from dynadapt.adapters.live._deepspeed_pipe import buffers_of, is_pipeline, place_of
 from dynadapt.adapters.live._deepspeed_support import view_of
 from dynadapt.adapters.live._deepspeed_undo import Before
 from dynadapt.errors import Finding, Refused
@@ -47,7 +54,7 @@ if TYPE_CHECKING:
     from dynadapt.adapters.live._deepspeed_flats import Flats
     from dynadapt.protocols import Agree
 
-__all__ = ["DeepSpeedZeroAdapter"]
+__all__ = ["DeepSpeedZeroAdapter", "beside", "put_in_force"]
 
 # What `prepare` found and which units it made states for, by engine: the API may use one adapter
 # object for `prepare` and another one for `abandon`.
@@ -55,10 +62,15 @@ _before: WeakKeyDictionary[Any, tuple[Before, list[int]]] = WeakKeyDictionary()
 
 # How to put back what `finish` set, by engine.
 _knobs: WeakKeyDictionary[Any, Callable[[], None]] = WeakKeyDictionary()
+# DeepSpeed's globals as `finish` found them, likewise.
+_others: WeakKeyDictionary[Any, Mapping[tuple[Any, str], Any]] = WeakKeyDictionary()
 
 
 class DeepSpeedZeroAdapter:
     """Reads and writes the state behind a `DeepSpeedEngine` of any ZeRO stage.
+
+    Also that of a pipeline (`PipelineModule`), whose ranks each have a stage, and that of AutoTP, whose ranks
+    each have parts of tensors. Build an engine of another layout next to one that lives inside `beside()`.
 
     >>> DeepSpeedZeroAdapter.name
     'deepspeed_zero'
@@ -103,7 +115,7 @@ class DeepSpeedZeroAdapter:
                 if share.unit >= 0 and (scalars := view.scalars(share.unit))
             },
             aux=_aux(state, view),
-            coordinate={"dp": view.rank, **state.coordinate},
+            coordinate={**place_of(engine, view.rank), **state.coordinate},
             flat_step=view.flat_step,
         )
 
@@ -112,6 +124,7 @@ class DeepSpeedZeroAdapter:
         engine = TrainState.of(x).model
         _before.pop(engine, None)  # of an earlier migration, which was committed
         _knobs.pop(engine, None)
+        _others.pop(engine, None)
         view = view_of(engine)
         before = Before.of(view)
         made, allocated, findings = view.make_state(keys)
@@ -162,6 +175,8 @@ class DeepSpeedZeroAdapter:
         if view.communicates:
             agree()
         view.renew()
+        _others[engine] = known_globals()
+        put_in_force(engine)
         return tuple(outcomes)
 
     def abandon(self, x: Any) -> None:
@@ -175,6 +190,8 @@ class DeepSpeedZeroAdapter:
         put_back = _knobs.pop(engine, None)
         if put_back is not None:
             put_back()
+        if engine in _others:
+            set_globals(_others.pop(engine))
         if engine in _before:
             before, made = _before.pop(engine)
             before.put_back(view_of(engine), made)
@@ -190,7 +207,9 @@ def _mid_step(engine: Any, view: Flats) -> list[Finding]:
             "mid-step",
             f"rank {view.rank}",
             f"micro-step {done} of {every}: gradients are accumulated that no step has used",
-            "migrate right after the engine.step() that updates the weights",
+            "migrate right after train_batch() has returned"
+            if is_pipeline(engine)
+            else "migrate right after the engine.step() that updates the weights",
         )
     ]
 
@@ -198,7 +217,7 @@ def _mid_step(engine: Any, view: Flats) -> list[Finding]:
 def _describe_buffers(engine: Any, table: BufferTable) -> list[KeySpec]:
     """The model's buffers, which DeepSpeed keeps whole on every rank."""
     specs = []
-    for named in named_buffers(engine.module):
+    for named in buffers_of(engine):
         shape = tuple(named.tensor.shape)
         specs.append(
             KeySpec(
@@ -222,10 +241,15 @@ def _scheduler(state: TrainState) -> Any:
 def _aux(state: TrainState, view: Flats) -> tuple[AuxItem, ...]:
     engine = state.model
     counters = {**aside.counters_of(engine), **state.counters}
-    items = (
-        optimizer_item(view.inner),
+    parts = [
         groups_item(view.inner.param_groups, view.names()),
         scheduler_item(_scheduler(state)),
+    ]
+    if is_pipeline(engine) or view.cuts:  # a rank's groups have its own parameters only
+        parts = [each and replace(each, policy="by-part") for each in parts]
+    items = (
+        optimizer_item(view.inner),
+        *parts,
         aside.scaler_item(engine),
         AuxItem("behaviour", aside.behaviour(engine)),
         *user_items(with_extra_states(engine.module, state.user), state.samples, counters),
