@@ -99,6 +99,7 @@ def _whole(run: Run) -> MigrationReport:
     return MigrationReport(
         **totals,
         seconds=run.seconds,
+        transfer_seconds=run.moved.seconds,
         fingerprint_source=run.print_of(run.expected()),
         fingerprint_target=print_target,
         outcomes=tuple(run.outcomes),

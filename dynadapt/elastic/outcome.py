@@ -40,14 +40,14 @@ def printed(value: Any) -> str:
 
 @dataclass(frozen=True)
 class MigrationReport:
-    """The result of one migration, equal on every seat but for `seconds`.
+    """The result of one migration, equal on every seat but for its times.
 
     Byte counts are sums over all seats: `bytes_moved` crossed between seats, `bytes_minimum` had to,
     `bytes_rebuilt` were made in place (derived copies and zeros), `bytes_resident` were copied inside a
     seat. `peak_extra_bytes` is the most that one seat was promised to hold beyond both states as they
     were, `measured_extra_bytes` the most that one did hold (of its process; None where the system does
     not say), and `memory` has both by seat, with what the promise was made of. `seconds` are by phase,
-    `pause_seconds` the whole.
+    `pause_seconds` the whole, `transfer_seconds` from this seat's first message to its last byte placed.
     """
 
     bytes_moved: int
@@ -66,6 +66,7 @@ class MigrationReport:
     source: dict[str, Any] = field(default_factory=dict)
     target: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, dict[str, int | None]] = field(default_factory=dict)
+    transfer_seconds: float = 0.0
 
     @property
     def pause_seconds(self) -> float:
@@ -86,6 +87,7 @@ class MigrationReport:
             "chunks": self.chunks,
             "seconds": {name: round(value, 6) for name, value in self.seconds.items()},
             "pause_seconds": round(self.pause_seconds, 6),
+            "transfer_seconds": round(self.transfer_seconds, 6),
             "fingerprint_source": self.fingerprint_source,
             "fingerprint_target": self.fingerprint_target,
             "outcomes": [{"path": o.path, "kind": o.kind, "note": o.note} for o in self.outcomes],

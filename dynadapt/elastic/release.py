@@ -316,7 +316,7 @@ def move(run: Run, release: Release) -> Moved:
             target,
             run.channel,
             narrow=run.settings.narrow,
-            timeout=run.settings.timeouts.phase,
+            timeout=run.control.left(),
             device=run.wire_device,
         )
         _add(total, part)
@@ -328,7 +328,7 @@ def move(run: Run, release: Release) -> Moved:
 
 
 def _add(total: Moved, part: Moved) -> None:
-    for name in ("received", "sent", "copied", "filled", "direct", "chunks"):
+    for name in ("received", "sent", "copied", "filled", "direct", "chunks", "seconds"):
         setattr(total, name, getattr(total, name) + getattr(part, name))
     total.peak_staging = max(total.peak_staging, part.peak_staging)
 

@@ -92,7 +92,9 @@ class Storage:
 
 @dataclass
 class Moved:
-    """What one seat did, in bytes. `peak_staging` is the most it held at once."""
+    """What one seat did, in bytes. `peak_staging` is the most it held at once, `seconds` how long it took
+    from before the first message was posted until the last byte was in its place.
+    """
 
     received: int = 0
     sent: int = 0
@@ -101,6 +103,7 @@ class Moved:
     direct: int = 0
     chunks: int = 0
     peak_staging: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +173,8 @@ def execute(
     All seats of the plan call it. The source's storage is only read; the target's is written. `device`
     is where the channel wants its messages: "cpu" for gloo, this seat's CUDA device for NCCL.
     """
-    run = _Run(matched, source, target, channel, narrow, time.monotonic() + timeout, device)
+    began = time.monotonic()
+    run = _Run(matched, source, target, channel, narrow, began + timeout, device)
     pending: list[tuple[int, Chunk, list[_Packed], Posted]] = []
     for number, chunk in enumerate(chunk_list):
         if len(pending) == 2:
@@ -182,6 +186,7 @@ def execute(
         run.local(plan)
     for item in pending:
         run.settle(*item)
+    run.moved.seconds = time.monotonic() - began
     return run.moved
 
 
