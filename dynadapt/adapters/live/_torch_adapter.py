@@ -19,7 +19,12 @@ from dynadapt.adapters._knobs import remembered
 from dynadapt.adapters.live import _torch_aux
 from dynadapt.adapters.live._materialise import Ghost
 from dynadapt.adapters.live._stages import whole_of
-from dynadapt.adapters.live._torch_optimizer import SourceStates, StateMaker, write_scalars
+from dynadapt.adapters.live._torch_optimizer import (
+    SourceStates,
+    StateMaker,
+    consolidated,
+    write_scalars,
+)
 from dynadapt.errors import Refused
 from dynadapt.protocols import AuxItem, Described, Outcome, TrainState, alone, modules_of
 
@@ -111,14 +116,18 @@ class TorchAdapter:
         view.copy_buffers()
         source = SourceStates(keys)
         user = with_extra_states(view.model, state.user)
+        stale = consolidated(view.optimizer)
         self._undo.setdefault(modules_of(state.model)[0], ExitStack()).callback(
             remembered(
                 state,
                 () if view.optimizer is None else view.optimizer.param_groups,
                 () if view.optimizer is None else view.holder.state.values(),
                 (state.scheduler, state.scaler, *user.values()),
+                stale,
             )
         )
+        for owner, name in stale:
+            setattr(owner, name, [])
         outcomes: list[Outcome] = []
         if view.optimizer is not None:
             outcomes += write_scalars(view.holder, view.held, source, scalars)

@@ -26,6 +26,7 @@ __all__ = [
     "Member",
     "SourceStates",
     "StateMaker",
+    "consolidated",
     "held_by",
     "read_state",
     "state_holder",
@@ -55,7 +56,18 @@ class Member:
 
 
 def state_holder(optimizer: Any) -> Any:
-    """The optimizer that keeps the state: ZeroRedundancyOptimizer has one for its own part inside."""
+    """The optimizer that keeps the state: ZeroRedundancyOptimizer has one for its own part inside.
+
+    Raises `Refused`: `unsupported-framework` for what is no torch optimizer, `unsupported-optimizer` for
+    one that DDP steps during the backward.
+    """
+    if getattr(optimizer, "_overlap_with_ddp", False):
+        cause = (
+            "it steps within the backward, by a functional optimizer that has no state of this form"
+        )
+        fix = "build it without overlap_with_ddp"
+        kind = f"{type(optimizer).__name__}(overlap_with_ddp=True)"
+        raise Refused([Finding("unsupported-optimizer", kind, cause, fix)])
     if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
         inner = getattr(optimizer, "optim", None)
         return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
@@ -69,6 +81,15 @@ def state_holder(optimizer: Any) -> Any:
             )
         ]
     )
+
+
+def consolidated(optimizer: Any) -> tuple[tuple[Any, str], ...]:
+    """Where an optimizer keeps copies of all ranks' states, which a new state makes stale.
+
+    ZeroRedundancyOptimizer's `consolidate_state_dict` leaves them for its next `state_dict`.
+    """
+    label = "_all_state_dicts"
+    return ((optimizer, label),) if hasattr(optimizer, label) else ()
 
 
 def held_by(holder: Any, members: Iterable[Member]) -> Iterator[Member]:
