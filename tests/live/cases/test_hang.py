@@ -1,0 +1,95 @@
+"""HANG B146, B147, B150, B152 (B149: test_repl): nothing waits for ever; the root error is told."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import dynadapt
+from dynadapt.testing.seats import run_seats
+from tests.live.kinds import build
+
+if TYPE_CHECKING:
+    from tests._ranks import Pool
+
+
+def _exchange(rank: int, world: int) -> dict[str, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world,))
+    full = torch.arange(2048 * 4096, dtype=torch.float32).reshape(2048, 4096)
+    models = []
+    for dim, value in ((0, full), (1, torch.zeros_like(full))):
+        model = nn.Module()
+        model.weight = nn.Parameter(distribute_tensor(value, mesh, [Shard(dim)]))
+        models.append(model)
+    rows, columns = models
+    report = dynadapt.migrate(rows, columns, timeout=60)
+    expected = full[:, 2048 * rank : 2048 * (rank + 1)]
+    return {
+        "bytes": report.bytes_moved,
+        "same": torch.equal(columns.weight._local_tensor, expected),
+    }
+
+
+def test_two_ranks_that_both_have_much_to_send(ranks2: Pool) -> None:
+    """B146, B147: 8 MB each way at once; blocking sends on both sides would wait for each other."""
+    for answer in ranks2.run(_exchange, timeout=100):
+        assert answer == {"bytes": 1 << 24, "same": True}
+
+
+def _models(count: int) -> list[nn.Module]:
+    return [nn.Linear(3, 3) for _ in range(count)]
+
+
+def test_a_rank_that_never_comes_is_named_in_time() -> None:
+    """B150, B152: bounded, with the seat; the next call, which all make, goes through."""
+    torch.manual_seed(0)
+    sources, targets = [nn.Linear(3, 3)] * 3, _models(3)
+    reasons: dict[int, str] = {}
+
+    def call(session: Any) -> str:
+        at = session.seat
+        if at != 2:
+            with pytest.raises(dynadapt.MigrationAborted, match="seat 2") as caught:
+                dynadapt.migrate(sources[at], targets[at], session=session, timeout=1)
+            reasons[at] = caught.value.reason
+        else:
+            import time
+
+            while len(reasons) < 2:
+                time.sleep(0.05)
+        report = dynadapt.migrate(sources[at], targets[at], session=session, timeout=20)
+        return str(report.fingerprint_target)
+
+    assert len(set(run_seats(3, call))) == 1
+    assert set(reasons.values()) <= {"seat-lost", "timeout"}
+    assert all(torch.equal(target.weight, sources[0].weight) for target in targets)
+
+
+def _raising(rank: int, world: int) -> dict[str, Any]:
+    source, target = build("plain"), build("fsdp2")
+
+    def on_phase(phase: str) -> None:
+        if rank == 1 and phase == "certify":
+            raise ValueError("the cause of it all")
+
+    try:
+        dynadapt.migrate(source.state, target.state, timeout=10, on_phase=on_phase)
+        answer = {"text": "moved", "seats": ""}
+    except dynadapt.MigrationAborted as error:
+        answer = {"text": str(error), "reason": error.reason}
+    source.step(0)
+    dynadapt.migrate(source.state, target.state, timeout=30)
+    return answer
+
+
+def test_the_root_error_is_shown_on_every_rank(ranks2: Pool) -> None:
+    """B151: not a timeout of the others; and the group they talk over still works."""
+    for answer in ranks2.run(_raising, timeout=60):
+        assert "the cause of it all" in answer["text"]
+        assert answer["reason"] == "failed"
