@@ -30,7 +30,10 @@ __all__ = [
     "Posted",
     "TrainState",
     "alone",
+    "in_model",
+    "models_of",
     "modules_of",
+    "of_models",
     "parts_of",
 ]
 
@@ -88,7 +91,8 @@ class AuxItem:
     `value` is what `vps.wire.encode_value` can carry. `replicated` items must be equal on all ranks;
     those `by-part` (`param_groups` and `scheduler`, of a pipeline stage for instance) are about the
     parameters of a rank's own part of the model, and united over all ranks.
-    Paths in use: `param_groups`, `scheduler`, `counters`, `scaler`, `behaviour`, `data`, `user/<name>`.
+    Paths in use: `param_groups`, `scheduler`, `counters`, `scaler`, `behaviour`, `data`, `user/<name>`;
+    those of one model of several begin with its name, `actor/param_groups`.
     """
 
     path: str
@@ -112,7 +116,8 @@ class Described:
     Holds strong references (`keep`) and stays readable after the engine, its groups and its globals
     are gone. `scalars` maps parameter name -> {label: number}, e.g. `{"w": {"step": 5}}`.
     `coordinate` is the rank's place in its own mesh by role (`dp`, `tp`, `pp`), `files` the paths
-    behind file endpoints: endpoint number -> path (then `rows_of` holds their rows).
+    behind file endpoints: endpoint number -> path (then `rows_of` holds their rows). `flat_step`: many
+    parameters share one step; of several models, `flat_models` are those of which that holds.
     """
 
     specs: tuple[KeySpec, ...]
@@ -124,6 +129,7 @@ class Described:
     files: Mapping[int, tuple[Row, ...]] = field(default_factory=dict)
     allocated: int = 0
     flat_step: bool = False
+    flat_models: tuple[str, ...] = ()
     keep: tuple[Any, ...] = ()
 
 
@@ -141,6 +147,12 @@ class TrainState:
     embedding on the first stage and the head on the last, kept equal by the training loop). A target's
     model may be on the meta device; `device` is where it then gets memory: by default its mesh's
     device, that of its other tensors, or this process's accelerator.
+
+    Several models of one job are a dict, name -> module, engine or `TrainState`, with equal names on both
+    sides: `TrainState({"actor": engine, "critic": TrainState(model, optimizer)})`. Each has a framework of
+    its own. What belongs to one of them (optimizer, scheduler, `extra`...) is in its own `TrainState`, and
+    its tensors are called `actor/...`; `samples`, `user`, `counters` and `coordinate` may be the whole
+    job's. Random streams follow the coordinate, which is that of the first model by name.
     """
 
     model: Any
@@ -158,7 +170,11 @@ class TrainState:
 
     @classmethod
     def of(cls, x: Any) -> TrainState:
-        """`x` itself if it is a `TrainState`, else a state whose model is `x`."""
+        """`x` itself if it is a `TrainState`, else a state whose model is `x`.
+
+        >>> sorted(TrainState.of({"actor": "a", "critic": "c"}).model)
+        ['actor', 'critic']
+        """
         return x if isinstance(x, TrainState) else cls(model=x)
 
 
@@ -184,9 +200,14 @@ class FileTarget:
 def parts_of(model: Any) -> tuple[Any, ...]:
     """What a model is made of on this rank: the entries of a list, the stages of a schedule, or itself.
 
-    >>> parts_of(["a", ["b"]]), parts_of("a")
-    (('a', 'b'), ('a',))
+    Of several models, the parts of each, in the order of their names.
+
+    >>> parts_of(["a", ["b"]]), parts_of("a"), parts_of({"y": "b", "x": TrainState("a")})
+    (('a', 'b'), ('a',), ('a', 'b'))
     """
+    if isinstance(model, dict):
+        states = models_of(TrainState(model)).values()
+        return tuple(part for each in states for part in parts_of(each.model))
     if isinstance(model, list | tuple):
         return tuple(part for each in model for part in parts_of(each))
     if type(model).__module__.startswith("torch.distributed.pipelining."):
@@ -199,6 +220,38 @@ def parts_of(model: Any) -> tuple[Any, ...]:
 def modules_of(model: Any) -> tuple[Any, ...]:
     """The modules, or the engine, behind `parts_of`: of a pipeline stage its submodule."""
     return tuple(getattr(part, "submod", part) for part in parts_of(model))
+
+
+def models_of(state: TrainState) -> dict[str, TrainState]:
+    """The states of the models of a job by name, in the order of the names; of one model, `{"": state}`.
+
+    >>> list(models_of(TrainState({"critic": "c", "actor": "a"}))), list(models_of(TrainState("a")))
+    (['actor', 'critic'], [''])
+    """
+    if not isinstance(state.model, dict):
+        return {"": state}
+    named = sorted(state.model.items(), key=lambda item: str(item[0]))
+    return {name: TrainState.of(each) for name, each in named}
+
+
+def in_model(path: str) -> tuple[str, str]:
+    """An aux path as what its model's names begin with (`""` for the only one), and the path in it.
+
+    >>> in_model("actor/scaler"), in_model("scaler"), in_model("user/x")
+    (('actor/', 'scaler'), ('', 'scaler'), ('', 'user/x'))
+    """
+    head, slash, rest = path.partition("/")
+    return ("", path) if not slash or head == "user" else (f"{head}/", rest)
+
+
+def of_models(aux: Mapping[str, AuxItem], path: str) -> dict[str, AuxItem]:
+    """The items of a path in each model that has one, by what the model's names begin with.
+
+    >>> of_models({"a/scaler": AuxItem("a/scaler", 1), "data": AuxItem("data", 2)}, "scaler")
+    {'a/': AuxItem(path='a/scaler', value=1, policy='replicated')}
+    """
+    places = ((in_model(name), item) for name, item in aux.items())
+    return {prefix: item for (prefix, own), item in places if own == path}
 
 
 Agree = Callable[[], None]

@@ -58,6 +58,10 @@ def _class_names(x: Any) -> set[str]:
     return {f"{c.__module__}.{c.__qualname__}" for c in type(x).__mro__}
 
 
+def _is_several(x: Any) -> bool:
+    return isinstance(x, TrainState) and isinstance(x.model, dict)
+
+
 def _is_deepspeed(x: Any) -> bool:
     return isinstance(x, TrainState) and any(
         name.startswith("deepspeed.runtime.") and name.endswith("Engine")
@@ -87,6 +91,7 @@ def _has_fsdp1(x: Any) -> bool:
 
 
 _BUILT_IN = (
+    Entry("models", "dynadapt.adapters.live.models:ModelsAdapter", ("torch",), _is_several),
     Entry(
         "deepspeed_zero",
         "dynadapt.adapters.live.deepspeed_zero:DeepSpeedZeroAdapter",

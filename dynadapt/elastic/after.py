@@ -43,10 +43,10 @@ def certify(run: Run) -> str:
         after = run.target_adapter.describe(run.x_target)
         findings += checks.held_differently(run.own_target, after)
         unlike = checks.scalars_differ(run.wanted.scalars, after.scalars)
-        if "step" in run.settings.allow and run.target.flat_step:
-            run.outcomes += [Outcome(f.where, "derived", f.cause) for f in unlike]
-        else:
-            findings += unlike
+        flat = run.target.flat if "step" in run.settings.allow else ()
+        largest = [f for f in unlike if f.where.startswith(flat)]
+        run.outcomes += [Outcome(f.where, "derived", f.cause) for f in largest]
+        findings += [f for f in unlike if f not in largest]
         odd, told = checks.groups_differ(run.wanted.aux, {item.path: item for item in after.aux})
         findings += odd
         run.outcomes += told

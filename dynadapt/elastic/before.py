@@ -168,7 +168,7 @@ def make_plan(run: Run) -> None:
     )
     source, target = run.source.layout, run.target.layout
     run.matched = match(source.keys, target.keys, run.options)
-    steps = checks.steps_differ(run.source.scalars, run.target.flat_step, settings.allow)
+    steps = checks.steps_differ(run.source.scalars, run.target.flat, settings.allow)
     files = checks.files_unreachable(run.source, run.target)
     refuse(run.told([*run.lacking, *run.matched.findings, *cover.prove(target), *steps, *files]))
     for path, note in run.matched.notes:

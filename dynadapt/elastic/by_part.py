@@ -35,8 +35,10 @@ class United:
     findings: tuple[Finding, ...] = ()
 
 
-def united(told: Mapping[str, Mapping[int, Any]]) -> United:
-    """Unite what seats told by part: path -> seat -> value.
+def united(told: Mapping[str, Mapping[int, Any]], prefix: str = "") -> United:
+    """Unite what seats told of their parts of one model: path -> seat -> value.
+
+    `prefix` is what the model's names and paths begin with, where it is one of several.
 
     >>> a = [{"names": ["0.w"], "hyper": {"lr": 1}}, {"names": ["0.b"], "hyper": {"lr": 2}}]
     >>> b = [{"names": ["1.b"], "hyper": {"lr": 2}}]
@@ -47,11 +49,12 @@ def united(told: Mapping[str, Mapping[int, Any]]) -> United:
     if "param_groups" not in told:
         return United()
     value, groups = _groups(told["param_groups"])
-    findings = _in_two(value)
-    aux = {"param_groups": AuxItem("param_groups", value)}
-    for path, by_seat in told.items():
-        if path == "param_groups":
+    findings = _in_two(value, f"{prefix}param_groups")
+    aux = {f"{prefix}param_groups": AuxItem(f"{prefix}param_groups", value)}
+    for name, by_seat in told.items():
+        if name == "param_groups":
             continue
+        path = f"{prefix}{name}"
         if len(by_seat) != len(groups):
             absent = min(groups.keys() - by_seat.keys())
             findings.append(_disagree(path, f"seat {absent} has none"))
@@ -64,13 +67,17 @@ def united(told: Mapping[str, Mapping[int, Any]]) -> United:
 
 
 def numbered(
-    specs: Mapping[int, Sequence[KeySpec]], whole: United
+    specs: Mapping[int, Sequence[KeySpec]], whole: United, prefix: str = ""
 ) -> dict[int, tuple[KeySpec, ...]]:
-    """The seats' keys with the whole model's group numbers, and with orders that are indices again."""
+    """The seats' keys with the whole model's group numbers, and with orders that are indices again.
+
+    Those of other models, whose names do not begin with `prefix`, stay as they are.
+    """
     kinds = ({"parameter", "state"}, {"buffer", "transient"})
     index: list[dict[int, int]] = []
     for kind in kinds:
-        orders = {spec.order for own in specs.values() for spec in own if spec.kind in kind}
+        every = (spec for own in specs.values() for spec in own if spec.kind in kind)
+        orders = {spec.order for spec in every if spec.key.name.startswith(prefix)}
         index.append({order: number for number, order in enumerate(sorted(orders))})
     return {
         seat: tuple(
@@ -79,6 +86,8 @@ def numbered(
                 order=index[spec.kind in kinds[1]][spec.order],
                 group=whole.groups[seat][spec.group] if spec.group >= 0 else -1,
             )
+            if spec.key.name.startswith(prefix)
+            else spec
             for spec in own
         )
         for seat, own in specs.items()
@@ -120,7 +129,7 @@ def _place(order: Sequence[_Ident], own: Sequence[_Ident], at: int) -> int:
     return min(behind, default=len(order))
 
 
-def _in_two(value: Sequence[Mapping[str, Any]]) -> list[Finding]:
+def _in_two(value: Sequence[Mapping[str, Any]], path: str) -> list[Finding]:
     """Parameters that have other hyperparameters on another seat."""
     first: dict[str, int] = {}
     findings = []
@@ -131,7 +140,7 @@ def _in_two(value: Sequence[Mapping[str, Any]]) -> list[Finding]:
                 a, b = value[other]["hyper"], group["hyper"]
                 differing = sorted(k for k in {*a, *b} if a.get(k) != b.get(k))
                 what = f"{name} differs in {', '.join(differing)}" if differing else f"{name} moves"
-                findings.append(_disagree("param_groups", f"{what} between two seats"))
+                findings.append(_disagree(path, f"{what} between two seats"))
     return findings
 
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dynadapt.errors import Finding
-from dynadapt.protocols import Outcome
+from dynadapt.protocols import Outcome, of_models
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from dynadapt.elastic.side import Scalars, Side
     from dynadapt.protocols import AuxItem, Described
@@ -29,25 +29,30 @@ __all__ = [
 ]
 
 
-def steps_differ(scalars: Scalars, flat_step: bool, allow: Collection[str]) -> list[Finding]:
+def steps_differ(scalars: Scalars, flat: Collection[str], allow: Collection[str]) -> list[Finding]:
     """A target with one step per flat buffer needs equal steps, unless `allow` has "step".
 
-    >>> steps_differ({"a": {"step": 1}, "b": {"step": 2}}, True, ())[0].reason
+    `flat` has what the names of such a model begin with, `""` for the only one.
+
+    >>> steps_differ({"a": {"step": 1}, "b": {"step": 2}}, [""], ())[0].reason
     'step'
+    >>> steps_differ({"x/a": {"step": 1}, "y/b": {"step": 2}}, ["x/", "y/"], ())
+    []
     """
-    steps = {n: v["step"] for n, v in scalars.items() if "step" in v}
-    if not flat_step or "step" in allow or len(set(steps.values())) <= 1:
-        return []
-    low, high = min(steps, key=steps.__getitem__), max(steps, key=steps.__getitem__)
-    return [
-        Finding(
-            "step",
-            "optimizer",
+    findings = []
+    for prefix in () if "step" in allow else flat:
+        own = (name for name in scalars if name.startswith(prefix))
+        steps = {name: scalars[name]["step"] for name in own if "step" in scalars[name]}
+        if len(set(steps.values())) <= 1:
+            continue
+        low, high = min(steps, key=steps.__getitem__), max(steps, key=steps.__getitem__)
+        cause = (
             f"{low} is at step {steps[low]:g} and {high} at step {steps[high]:g}, and the target "
-            "keeps one step for many parameters",
-            'allow={"step"} takes the largest step',
+            "keeps one step for many parameters"
         )
-    ]
+        fix = 'allow={"step"} takes the largest step'
+        findings.append(Finding("step", f"{prefix}optimizer", cause, fix))
+    return findings
 
 
 def optimizers_differ(
@@ -57,19 +62,20 @@ def optimizers_differ(
 
     With "extra" and "missing" allowed, each side keeps what the other does not know.
     """
-    here, there = target.get("optimizer"), source.get("optimizer")
-    if here is None or {"extra", "missing"} <= set(allow):
-        return []
-    if there is None:
-        cause = "the target has an optimizer and the source has none"
-        fix = 'pass the source with its optimizer, or allow={"missing"} to start it afresh'
-        missing = Finding("missing-key", "optimizer", cause, fix)
-        return [] if "missing" in allow else [missing]
-    if here.value == there.value:
-        return []
-    cause = f"{there.value} in the source, {here.value} in the target"
-    fix = "use the same optimizer class in the target"
-    return [Finding("optimizer-class", "optimizer", cause, fix)]
+    findings: list[Finding] = []
+    if {"extra", "missing"} <= set(allow):
+        return findings
+    for here in of_models(target, "optimizer").values():
+        there = source.get(here.path)
+        if there is None and "missing" not in allow:
+            cause = "the target has an optimizer and the source has none"
+            fix = 'pass the source with its optimizer, or allow={"missing"} to start it afresh'
+            findings.append(Finding("missing-key", here.path, cause, fix))
+        elif there is not None and here.value != there.value:
+            cause = f"{there.value} in the source, {here.value} in the target"
+            fix = "use the same optimizer class in the target"
+            findings.append(Finding("optimizer-class", here.path, cause, fix))
+    return findings
 
 
 def no_memory(own: Described | None) -> list[Finding]:
@@ -103,7 +109,7 @@ def groups_differ(
 
     One that the target keeps in single precision is told, and no error.
     """
-    given, has = _hyper(source.get("param_groups")), _hyper(after.get("param_groups"))
+    given, has = (_hyper(of_models(aux, "param_groups").values()) for aux in (source, after))
     findings: list[Finding] = []
     told: list[Outcome] = []
     for name in sorted(given.keys() & has.keys()):
@@ -120,8 +126,8 @@ def groups_differ(
     return findings, told
 
 
-def _hyper(item: AuxItem | None) -> dict[str, dict[str, Any]]:
-    groups = [] if item is None else item.value
+def _hyper(items: Iterable[AuxItem]) -> dict[str, dict[str, Any]]:
+    groups = (group for item in items for group in item.value)
     return {name: group["hyper"] for group in groups for name in group["names"]}
 
 

@@ -19,7 +19,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.errors import Finding
-from dynadapt.protocols import TrainState, modules_of, parts_of
+from dynadapt.protocols import TrainState, models_of, modules_of, parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,15 +59,17 @@ def points_at_source(source: Any, target: Any) -> list[Finding]:
 
 class _Search:
     def __init__(self, source: TrainState, target: TrainState) -> None:
-        self.source, self.target = source, target
-        self.model = getattr(source.model, "module", source.model)
-        live = {id(parameter) for parameter in _parameters(target)}
-        self.old = {id(parameter) for parameter in _parameters(source)} - live
-        own = [source.model, source.optimizer, source.scheduler, source.scaler]
-        own += [target.model, target.optimizer, target.scheduler, target.scaler]
-        engines = [getattr(x, name, None) for x in own for name in ("optimizer", "lr_scheduler")]
-        self.skip = {id(x) for x in (*own, *engines, source, target, source.extra, target.extra)}
-        for state in (source, target):
+        self.source, self.target = models_of(source), models_of(target)
+        olds, news = self.source.values(), self.target.values()
+        self.models = {type(getattr(state.model, "module", state.model)) for state in olds}
+        live = {id(parameter) for state in news for parameter in _parameters(state)}
+        self.old = {id(parameter) for state in olds for parameter in _parameters(state)} - live
+        self.skip = {id(x) for x in (source, target, source.model, target.model)}
+        for state in (*olds, *news):
+            own = [state.model, state.optimizer, state.scheduler, state.scaler]
+            names = ("optimizer", "lr_scheduler")
+            engines = [getattr(x, name, None) for x in own for name in names]
+            self.skip.update(id(x) for x in (*own, *engines, state, state.extra))
             self.skip.update(id(part) for part in parts_of(state.model))
             self.skip.update(id(module) for module in _modules(state.model))
         self.met: dict[
@@ -124,16 +126,18 @@ class _Search:
 
     def hooks(self) -> Iterator[Finding]:
         """Hooks of the user's on the source's modules and parameters that the target does not have."""
-        there = {place for place, _ in _hooks(self.target.model)}
-        for place, function in _hooks(self.source.model):
-            if place not in there and not _is_framework(function):
-                kind, on = place[0], place[2]
-                yield Finding(
-                    "points-at-source",
-                    f"{kind} {place[1]} on {on}",
-                    "it is called for the source only",
-                    "register it on the target, too",
-                )
+        for model, source in self.source.items():
+            target = self.target.get(model)
+            there = set() if target is None else {place for place, _ in _hooks(target.model)}
+            for place, function in _hooks(source.model):
+                if place not in there and not _is_framework(function):
+                    kind, on = place[0], place[2] + (f" of {model!r}" if model else "")
+                    yield Finding(
+                        "points-at-source",
+                        f"{kind} {place[1]} on {on}",
+                        "it is called for the source only",
+                        "register it on the target, too",
+                    )
 
     def objects(self) -> Iterator[Finding]:
         """Optimizers, schedulers and averages over the source, wherever they are."""
@@ -143,7 +147,8 @@ class _Search:
 
         kinds = {k for base in (Optimizer, LRScheduler, AveragedModel) for k in _subclasses(base)}
         found = [x for x in gc.get_objects() if type(x) in kinds and id(x) not in self.skip]
-        old = {id(self.source.optimizer), id(getattr(self.source.model, "optimizer", None))}
+        states = self.source.values()
+        old = {id(x) for s in states for x in (s.optimizer, getattr(s.model, "optimizer", None))}
         for each in found:
             cause = fix = ""
             if isinstance(each, Optimizer):
@@ -154,7 +159,7 @@ class _Search:
                 if id(each.optimizer) in old - {id(None)}:
                     cause = "it schedules the source's optimizer"
                     fix = "pass the target's as TrainState(scheduler=...) and step that one"
-            elif type(each.module) is type(self.model) and not self._is_extra(each):
+            elif type(each.module) in self.models and not self._is_extra(each):
                 cause = "it averages the source's parameters, and its average did not move"
                 fix = "pass its tensors as TrainState(extra=...) and update it from the target"
             if cause:
@@ -165,10 +170,9 @@ class _Search:
 
     def _is_extra(self, average: Any) -> bool:
         """Whether the user passed the average's tensors with the source."""
-        given = {id(t) for tensors in self.source.extra.values() for t in tensors.values()}
-        storages = {
-            t.untyped_storage()._cdata for e in self.source.extra.values() for t in e.values()
-        }
+        extras = [each for state in self.source.values() for each in state.extra.values()]
+        given = {id(t) for tensors in extras for t in tensors.values()}
+        storages = {t.untyped_storage()._cdata for tensors in extras for t in tensors.values()}
         return any(
             id(p) in given or p.untyped_storage()._cdata in storages for p in average.parameters()
         )

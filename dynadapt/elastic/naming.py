@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.errors import Finding, Refused
+from dynadapt.protocols import of_models
 from dynadapt.vps.keys import Key
 from dynadapt.vps.tensor_map import applied, mapped
 
@@ -151,12 +152,19 @@ def _regrouped(
     aux: Mapping[str, AuxItem], names: Callable[[str], Iterable[str]]
 ) -> Mapping[str, AuxItem]:
     """Aux items whose param groups have other names; raises `Refused` where two groups become one."""
-    item = aux.get("param_groups")
-    if item is None:
-        return aux
+    findings: list[Finding] = []
+    items = of_models(aux, "param_groups").values()
+    new = {item.path: replace(item, value=_renamed(item, names, findings)) for item in items}
+    if findings:
+        raise Refused(findings)
+    return {**aux, **new}
+
+
+def _renamed(
+    item: AuxItem, names: Callable[[str], Iterable[str]], findings: list[Finding]
+) -> list[dict[str, Any]]:
     groups: list[dict[str, Any]] = []
     home: dict[str, int] = {}
-    findings = []
     for number, group in enumerate(item.value):
         members: list[str] = []
         for old in group["names"]:
@@ -169,6 +177,4 @@ def _regrouped(
                     fix = "give both groups the same hyperparameters, or leave the map's rule out"
                     findings.append(Finding("hyper-conflict", name, cause, fix))
         groups.append({**group, "names": list(dict.fromkeys(members))})
-    if findings:
-        raise Refused(findings)
-    return {**aux, "param_groups": replace(item, value=groups)}
+    return groups

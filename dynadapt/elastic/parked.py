@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from dynadapt.protocols import modules_of
+from dynadapt.protocols import TrainState, models_of, modules_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,7 +50,17 @@ def is_parked(model: Any) -> bool:
 
 def left(model: Any, buffers: Mapping[str, Buffer]) -> None:
     """A model's state has moved away and its buffers are freed; see `is_parked`."""
-    _parked.update(dict.fromkeys(modules_of(model), tuple(buffers.values())))
+    _parked.update(_by_module(model, buffers))
+
+
+def _by_module(model: Any, buffers: Mapping[str, Buffer]) -> dict[Any, tuple[Buffer, ...]]:
+    """Each module of a model with all buffers of that model, which may be one of several."""
+    found: dict[Any, tuple[Buffer, ...]] = {}
+    for name, state in models_of(TrainState(model)).items():
+        prefix = f"{name}/" if name else ""
+        own = tuple(buffer for each, buffer in buffers.items() if each.startswith(prefix))
+        found.update(dict.fromkeys(modules_of(state.model), own))
+    return found
 
 
 class Woken:
@@ -86,13 +96,13 @@ class Parked:
 
     def __init__(self, model: Any, buffers: Mapping[str, Buffer]) -> None:
         self._origin = dict(buffers)
-        self._modules = modules_of(model)
+        self._parts = _by_module(model, buffers)
         self.buffers: dict[str, Buffer] = {}
         self.nbytes = 0
 
     def park(self) -> None:
         """Copy and free, buffer by buffer; if that fails half-way, `restore` undoes what was done."""
-        _parked.update(dict.fromkeys(self._modules, tuple(self._origin.values())))
+        _parked.update(self._parts)
         for name, buffer in self._origin.items():
             host = buffer.tensor().to("cpu", copy=True)
             self.nbytes += host.numel() * host.element_size()
@@ -104,5 +114,5 @@ class Parked:
         for name, copy in self.buffers.items():
             self._origin[name].refill()
             self._origin[name].tensor().copy_(copy.tensor())
-        for part in self._modules:
+        for part in self._parts:
             _parked.pop(part, None)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dynadapt.elastic import by_part
 from dynadapt.errors import Finding, Refused
-from dynadapt.protocols import AuxItem
+from dynadapt.protocols import AuxItem, in_model
 from dynadapt.vps import wire
 from dynadapt.vps.keys import Key
 from dynadapt.vps.layout import RowLayout
@@ -28,15 +28,16 @@ Scalars = Mapping[str, Mapping[str, int | float]]
 class Side:
     """The source or the target over all its endpoints; equal on every seat.
 
-    `readers` are the seats that can read and write its files, if it has any; `naming` what a tensor map
-    made of the names it was described in.
+    `flat` has what the names of a model begin with whose parameters share one step (`""` for the only
+    model). `readers` are the seats that can read and write its files, if it has any; `naming` what a
+    tensor map made of the names it was described in.
     """
 
     layout: RowLayout
     scalars: Scalars
     aux: Mapping[str, AuxItem]
     coordinates: Mapping[int, Mapping[str, int]]
-    flat_step: bool
+    flat: tuple[str, ...]
     readers: tuple[int, ...] = ()
     naming: Naming | None = None
 
@@ -76,12 +77,15 @@ def unite(name: str, control: Control, own: Described | None) -> Side | None:
             described[first] = ((*described[first][0], *specs), described[first][1])
     findings: list[Finding] = []
     scalars = _unite_scalars(parts, findings, read)
-    united = by_part.united(_told_by_part(parts, read))
-    findings += united.findings
-    aux = {**_unite_aux(parts, findings, read, control.seat), **united.aux}
-    if united.groups:
-        whole = by_part.numbered({seat: own for seat, (own, _) in described.items()}, united)
-        described = {seat: (whole[seat], rows) for seat, (_, rows) in described.items()}
+    aux = dict(_unite_aux(parts, findings, read, control.seat))
+    for prefix, told_of_model in _told_by_part(parts, read).items():
+        united = by_part.united(told_of_model, prefix)
+        findings += united.findings
+        aux.update(united.aux)
+        if united.groups:
+            own_specs = {seat: own for seat, (own, _) in described.items()}
+            whole = by_part.numbered(own_specs, united, prefix)
+            described = {seat: (whole[seat], rows) for seat, (_, rows) in described.items()}
     try:
         layout = RowLayout.of_seats(described)
     except Refused as refused:
@@ -93,7 +97,7 @@ def unite(name: str, control: Control, own: Described | None) -> Side | None:
         scalars,
         aux,
         {seat: report["coordinate"] for seat, report in parts.items()},
-        any(report["flat_step"] for report in parts.values()),
+        tuple(sorted({prefix for report in parts.values() for prefix in report["flat"]})),
         tuple(seat for seat, report in parts.items() if report["files"]),
     )
 
@@ -128,7 +132,7 @@ def _lower(own: Described) -> dict[str, Any]:
         "aux": [[item.path, item.policy, wire.encode(item.value)] for item in own.aux],
         "coordinate": dict(own.coordinate),
         "files": {endpoint: wire.encode(wire.encode_rows(rows)) for endpoint, rows in files},
-        "flat_step": own.flat_step,
+        "flat": [f"{name}/" for name in own.flat_models] + [""] * own.flat_step,
     }
 
 
@@ -152,12 +156,14 @@ def _unite_scalars(parts: Mapping[int, Any], findings: list[Finding], read: _Rea
     return found
 
 
-def _told_by_part(parts: Mapping[int, Any], read: _Reader) -> dict[str, dict[int, Any]]:
-    found: dict[str, dict[int, Any]] = {}
+def _told_by_part(parts: Mapping[int, Any], read: _Reader) -> dict[str, dict[str, dict[int, Any]]]:
+    """Of each model what seats told of their parts of it: path -> seat -> value."""
+    found: dict[str, dict[str, dict[int, Any]]] = {}
     for seat, report in parts.items():
         for path, policy, data in report["aux"]:
             if policy == "by-part":
-                found.setdefault(path, {})[seat] = read.value(data)
+                prefix, own = in_model(path)
+                found.setdefault(prefix, {}).setdefault(own, {})[seat] = read.value(data)
     return found
 
 
