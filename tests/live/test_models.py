@@ -75,7 +75,9 @@ def _there_and_back(rank: int, world: int) -> dict[str, Any]:
         "oracle": oracle,
         "losses": _steps(back) == _steps(twin),
         "after": jobs.differing(_tensors(back), _tensors(twin)),
-        "names": {spec.key.name.partition("/")[0] for spec in dynadapt.describe(target).layout.keys},
+        "names": {
+            spec.key.name.partition("/")[0] for spec in dynadapt.describe(target).layout.keys
+        },
     }
 
 
@@ -162,18 +164,6 @@ def test_a_failure_in_the_second_model_leaves_both(ranks4: Pool) -> None:
             }
 
 
-def _stages(rank: int, world: int) -> dict[str, Any]:
-    """A pipeline, whose ranks have param groups of their own, beside a whole model."""
-    job = _jobs(steps=True, actor="pipe2", critic="fsdp2")
-    there = _jobs(actor="ddp", critic="pipe2")
-    held = _tensors(job)
-    report = dynadapt.migrate(_state(job), _state(there), timeout=60)
-    return {
-        "equal": report.fingerprint_source == report.fingerprint_target,
-        "moved": jobs.differing(held, _tensors(there)),
-    }
-
-
 def _some_ranks(rank: int, world: int) -> dict[str, Any]:
     """Each model on one of two ranks, changed over."""
     own, other = ("actor", "critic") if rank == 0 else ("critic", "actor")
@@ -245,7 +235,10 @@ def _mid_step(state: dynadapt.TrainState) -> None:
     ("spoil", "found"),
     [
         (lambda s: _mid_step(s["actor"]), {("mid-step", "actor/")}),
-        (lambda s: [*map(_mid_step, s.values())], {("mid-step", "actor/"), ("mid-step", "critic/")}),
+        (
+            lambda s: [*map(_mid_step, s.values())],
+            {("mid-step", "actor/"), ("mid-step", "critic/")},
+        ),
         (lambda s: s.update(user=_plain(2, 0)), {("bad-argument", "model 'user'")}),
         (lambda s: s.update({"a/b": _plain(2, 0)}), {("bad-argument", "model 'a/b'")}),
         (lambda s: s.update(both={"a": _plain(2, 0)}), {("bad-argument", "model 'both'")}),
