@@ -30,6 +30,9 @@ SCALE = (3.0, 4.0, 5.0)
 #: the 40th step.
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
+PARTIAL = 4
+"""Times that, where partial sums over tensor-parallel ranks are rounded to the kind's dtype."""
+
 
 def start(recipe: str) -> Job:
     """A plain job that has taken two steps with `HYPER`."""
@@ -102,7 +105,7 @@ def _hop(
 
 def _buffers(job: Job) -> list[str]:
     """The persistent buffers that are not what the job started with, where this rank has any."""
-    named = job.state.model.named_buffers()
+    named = job.module.named_buffers()
     found = [(name, each) for name, each in named if name.rpartition(".")[2] == "scale"]
     return [name for name, each in found if tuple(each.float().tolist()) != SCALE]
 
@@ -141,7 +144,7 @@ def wrong(answer: dict[str, Any]) -> list[str]:
         found += [f"{name} differs" for name in answer["differing"]]
     found += [f"{name} of the source has changed" for name in answer["changed"]]
     for side, name in zip(("source", "target"), answer["hop"], strict=True):
-        most = TOLERANCE[KINDS[name].dtype]
+        most = TOLERANCE[KINDS[name].dtype] * (PARTIAL if name.startswith("autotp") else 1)
         far = {slot: gap for slot, gap in answer.get(side, {}).items() if not gap <= most}
         found += [f"a step of the {side} is {far} from plain torch's"] if far else []
     return [f"{' -> '.join(answer['hop'])}: {each}" for each in found]

@@ -60,6 +60,11 @@ class Job(ABC):
     def __init__(self, state: dynadapt.TrainState, recipe: Recipe) -> None:
         self.state, self.recipe = state, recipe
 
+    @property
+    def module(self) -> Any:
+        """What has this rank's parameters and buffers."""
+        return self.state.model
+
     @abstractmethod
     def step(self, number: int) -> float:
         """One optimizer step on `jobs.tokens(number)`, the same on every rank; the loss."""

@@ -26,6 +26,11 @@ class PipelineJob(Job):
         state = dynadapt.TrainState(pipeline.schedule, self.optimizer, counters={}, tied=TIED)
         super().__init__(state, recipe)
 
+    @property
+    def module(self) -> Any:
+        """The stages together."""
+        return self.pipeline.modules
+
     def step(self, number: int) -> float:
         """The schedule, the tie, the optimizer."""
         loss = self.pipeline.run(jobs.tokens(number))
