@@ -20,7 +20,8 @@ from tests import _drill_format
 if TYPE_CHECKING:
     from pathlib import Path
 
-AUX = (AuxItem("param_groups", [{"lr": 1e-3, "params": ["embed"]}, {"lr": 0.0, "params": []}]),)
+GROUPS = [{"names": ["embed"], "hyper": {"lr": 1e-3}}, {"names": [], "hyper": {"lr": 0.0}}]
+AUX = (AuxItem("param_groups", GROUPS),)
 BUDGET = 64 << 10
 
 
