@@ -47,7 +47,9 @@ def certify(run: Run) -> str:
         largest = [f for f in unlike if f.where.startswith(flat)]
         run.outcomes += [Outcome(f.where, "derived", f.cause) for f in largest]
         findings += [f for f in unlike if f not in largest]
-        odd, told = checks.groups_differ(run.wanted.aux, {item.path: item for item in after.aux})
+        odd, told = checks.groups_differ(
+            run.wanted.aux, {item.path: item for item in after.aux}, run.outcomes
+        )
         findings += odd
         run.outcomes += told
     pairs = run.matched.pairs

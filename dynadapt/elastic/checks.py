@@ -103,17 +103,20 @@ def scalars_differ(source: Scalars, after: Scalars) -> list[Finding]:
 
 
 def groups_differ(
-    source: Mapping[str, AuxItem], after: Mapping[str, AuxItem]
+    source: Mapping[str, AuxItem], after: Mapping[str, AuxItem], said: Iterable[Outcome] = ()
 ) -> tuple[list[Finding], list[Outcome]]:
     """Hyperparameters, by parameter name, that both sides have and that are not equal.
 
-    One that the target keeps in single precision is told, and no error.
+    One that the target keeps in single precision is told, and no error; nor is one that the adapter
+    has said it has no place for: an outcome `param_groups/<label>` among `said`.
     """
+    parts = (outcome.path.rpartition("/") for outcome in said if outcome.kind != "exact")
+    given_up = {label for front, _, label in parts if front.endswith("param_groups")}
     given, has = (_hyper(of_models(aux, "param_groups").values()) for aux in (source, after))
     findings: list[Finding] = []
     told: list[Outcome] = []
     for name in sorted(given.keys() & has.keys()):
-        for key in sorted(given[name].keys() & has[name].keys()):
+        for key in sorted((given[name].keys() & has[name].keys()) - given_up):
             wanted, found = _listed(given[name][key]), _listed(has[name][key])
             if wanted == found or wanted != wanted:
                 continue
@@ -127,8 +130,10 @@ def groups_differ(
 
 
 def _hyper(items: Iterable[AuxItem]) -> dict[str, dict[str, Any]]:
+    """By parameter; an adapter whose groups have another form than the documented one has none to compare."""
     groups = (group for item in items for group in item.value)
-    return {name: group["hyper"] for group in groups for name in group["names"]}
+    known = (group for group in groups if {"names", "hyper"} <= set(group))
+    return {name: group["hyper"] for group in known for name in group["names"]}
 
 
 def _listed(value: Any, *, single: bool = False) -> Any:

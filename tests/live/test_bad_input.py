@@ -120,7 +120,12 @@ CASES: dict[str, tuple[Callable[[int], Any], dict[str, Any], str, tuple[str, ...
     "narrowing refused": (_half_precision, {"narrow": "refuse"}, "narrowing", ("would become",)),
     "nothing given": (lambda r: None, {}, "no-state", ("no rank passed a target",)),
     "not a state": (lambda r: object(), {}, "no-adapter", ("builtins.object", "torch_module")),
-    "no such mode": (lambda r: _plain(), {"mode": "fast"}, "bad-argument", ("'keep', 'park' or 'release'",)),
+    "no such mode": (
+        lambda r: _plain(),
+        {"mode": "fast"},
+        "bad-argument",
+        ("'keep', 'park' or 'release'",),
+    ),
     "no such allowance": (lambda r: _plain(), {"allow": {"all"}}, "bad-argument", ("allow",)),
     "tiny budget": (lambda r: _plain(), {"budget": 10}, "bad-argument", ("budget",)),
 }

@@ -316,7 +316,7 @@ class Mutant:
 
 
 MUTANTS = (
-    Mutant(WrongMasterOffset, "last.bias/compute: differs from its master"),
+    Mutant(WrongMasterOffset, "last.bias/compute"),
     Mutant(WrongMomentOffset, "an evaluation after that step gives"),
     Mutant(SwappedMoments, "an evaluation after that step gives", alone=False),
     Mutant(StridesOfMasters, "the row shares memory with"),
@@ -334,11 +334,11 @@ MUTANTS = (
     Mutant(FakeStep, "prepare and abandon changed values"),
     Mutant(ForgetsToAbandon, "abandon left something of prepare behind"),
     Mutant(FinishesTooSoon, "abandon did not put back"),
-    Mutant(StaleCopies, "differs from its master in the target"),
+    Mutant(StaleCopies, "/compute"),
     Mutant(LosesSteps, "/step: is 0 in the target and 2 in the source"),
     Mutant(NoSteps, "an evaluation after that step gives"),
     Mutant(KeepsOldSteps, "an evaluation after the first step gives"),
-    Mutant(LosesRate, "an evaluation after that step gives"),
+    Mutant(LosesRate, "/lr: is "),
     Mutant(PassesOver, "what became of the aux item 'data'"),
     Mutant(CannotRefill, "after refill"),
 )
