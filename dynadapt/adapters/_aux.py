@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dynadapt.adapters._common import dtype_name, torch_dtype
+from dynadapt.adapters._hyper import NOT_HYPER
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import PER_GROUP, AuxItem, Outcome, TrainState
 from dynadapt.vps.keys import canonical_name
@@ -35,19 +36,6 @@ __all__ = [
     "user_items",
     "with_extra_states",
 ]
-
-#: Group entries that say how an optimizer runs, or hold parameters: never carried to another one.
-NOT_HYPER = frozenset(
-    {
-        "params",
-        "param_names",
-        "foreach",
-        "fused",
-        "capturable",
-        "differentiable",
-        "step",  # FusedAdam keeps a count here; a step is a scalar of each parameter
-    }
-)
 
 #: Parts of a source's behaviour that are told by another outcome, or say nothing about a step.
 _TOLD = frozenset({"framework", "zero_stage", "scheduler"})

@@ -61,11 +61,9 @@ class Checkpoint:
         """What is missing of it: elements that no file holds."""
         return cover.prove(self.layout)
 
-    def sums(
-        self, dtypes: Mapping[Key, str] | None = None, *, threads: int = 2
-    ) -> tuple[dict[Key, int], tuple[Finding, ...]]:
+    def sums(self, *, threads: int = 2) -> tuple[dict[Key, int], tuple[Finding, ...]]:
         """Sums by key, and replicas that differ, by file. Reads everything."""
-        return key_sums(self.layout, self.buffers, dtypes, threads=threads, names=self.files)
+        return key_sums(self.layout, self.buffers, threads=threads, names=self.files)
 
     def fingerprint(self, *, threads: int = 2) -> str:
         """The layout-free fingerprint of the state; raises `Refused` (`uncovered`, `replicas-differ`)."""

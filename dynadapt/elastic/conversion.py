@@ -172,10 +172,11 @@ def _write(
     outcomes = writer.finish(work, layout.keys, own.scalars, aux)
     clock.lap("finish")
     kept = {pair.target.key for pair in matched.pairs}
+    serving = {pair.source.key for pair in matched.pairs}
     outcomes += tuple(
         Outcome(str(spec.key), "dropped", "the target has no place for it")
         for spec in layout.keys
-        if spec.moves and not any(p.source.key == spec.key for p in matched.pairs)
+        if spec.moves and spec.key not in serving
     )
     if verify:
         _verify(str(work.path), streamed.sums, kept, threads)

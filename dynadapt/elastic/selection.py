@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -10,8 +10,6 @@ from dynadapt.errors import Finding, Refused
 from dynadapt.vps.keys import Key
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from dynadapt.protocols import AuxItem, Described
     from dynadapt.vps.keys import KeySpec
 
@@ -31,7 +29,6 @@ class Selection:
     strip_prefix: str = ""
     add_prefix: str = ""
     weights_only: bool = False
-    slots: Mapping[str, str] = field(default_factory=dict)
 
     def name(self, name: str) -> str | None:
         """The new name, or None for what is left out."""

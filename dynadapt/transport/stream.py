@@ -96,11 +96,15 @@ class Sources:
     def __init__(self, layout: RowLayout, buffers: Mapping[str, Any]) -> None:
         self._layout, self._buffers = layout, buffers
         self._rows: dict[Key, tuple[Row, ...]] = {}
+        self._arrays: dict[str, NDArray[Any]] = {}
         self._lock = Lock()
 
     def array(self, row: Row) -> NDArray[Any]:
-        """The buffer under a row."""
-        return self._buffers[row.buffer].array()  # type: ignore[no-any-return]
+        """The buffer under a row; a file is opened once, not for every piece of it."""
+        found = self._arrays.get(row.buffer)
+        if found is None:
+            found = self._arrays[row.buffer] = self._buffers[row.buffer].array()
+        return found
 
     def rows(self, key: Key, box: Box) -> list[Row]:
         """Rows that serve a box together; of replicas the first."""
@@ -138,13 +142,12 @@ def stream(
     *,
     narrow: Narrow = "if-exact",
     threads: int = 2,
-    only: Sequence[str] | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> Streamed:
     """Fill the target's buffers from the source's. The files are there, in their full size.
 
-    `only` are the buffers to fill, by default all. Elements of a buffer that no row holds are zeros.
-    Raises `Refused` with everything that was found: `uncovered`, `narrowing`, `truncated-file`.
+    Elements of a buffer that no row holds are zeros. Raises `Refused` with everything that was found:
+    `uncovered`, `narrowing`, `truncated-file`.
     """
     sources = Sources(source, buffers)
     by_buffer: dict[str, list[Row]] = {name: [] for name in targets}
@@ -161,8 +164,7 @@ def stream(
     if findings:
         raise Refused(findings)
     writer = _Writer(matched, sources, narrow, on_bytes)
-    names = list(by_buffer) if only is None else list(only)
-    names.sort(key=lambda name: (-targets[name].nbytes, name))
+    names = sorted(by_buffer, key=lambda name: (-targets[name].nbytes, name))
     with ThreadPoolExecutor(threads) as pool:
         tasks = [pool.submit(writer.fill, name, targets[name], by_buffer[name]) for name in names]
         errors: list[Finding] = []
@@ -314,34 +316,32 @@ def _zeros(crc: int, count: int) -> int:
 def key_sums(
     layout: RowLayout,
     buffers: Mapping[str, FileBuffer],
-    dtypes: Mapping[Key, str] | None = None,
     *,
     threads: int = 2,
     names: Mapping[int, str] | None = None,
 ) -> tuple[dict[Key, int], tuple[Finding, ...]]:
     """The sum of every key, derived copies too, and a finding for each replica that differs.
 
-    `dtypes` are the dtypes that sums are taken in, by default the keys' own; `names` say what
-    endpoints are called.
+    `names` say what endpoints are called.
     """
     told = names or {}
     sources = Sources(layout, buffers)
 
-    def one(row: Row, box: Box, dtype: str, own: str) -> int:
+    def one(row: Row, box: Box) -> int:
         total, array = 0, sources.array(row)
-        for part in boxes_of(box, PIECE // itemsize(own)):
-            total += weighted_sum(cast(view_of(array, row, part), own, dtype), part, row.key)
+        for part in boxes_of(box, PIECE // array.itemsize):
+            total += weighted_sum(view_of(array, row, part), part, row.key)
         return total & _MASK
 
     def key_of(at: int) -> tuple[Key, int, list[Finding]]:
         spec = layout.keys[at]
-        key, dtype = spec.key, (dtypes or {}).get(spec.key, spec.dtype)
+        key = spec.key
         total = 0
         drifted: list[Finding] = []
         first: dict[Box, tuple[int, int]] = {}
         for endpoint in layout.endpoints:
             for row in layout.rows_of(key, endpoint):
-                value = one(row, row.box, dtype, spec.dtype)
+                value = one(row, row.box)
                 known = first.setdefault(row.box, (endpoint, value))
                 if known[1] != value:
                     here, there = (told.get(e, str(e)) for e in (endpoint, known[0]))
@@ -353,7 +353,7 @@ def key_sums(
         else:  # boxes that overlap in part: every element counts once
             rows = sources.rows(key, Box.whole(spec.shape))
             for cell, numbers in atoms(row.box for row in rows):
-                total += one(rows[numbers[0]], cell, dtype, spec.dtype)
+                total += one(rows[numbers[0]], cell)
         return key, total & _MASK, drifted
 
     moving = [i for i, s in enumerate(layout.keys) if s.numel and s.presence == "present"]

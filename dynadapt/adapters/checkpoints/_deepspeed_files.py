@@ -8,25 +8,33 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dynadapt.adapters._hyper import NOT_HYPER
+from dynadapt.adapters.checkpoints._deepspeed_geometry import shapes_of
+from dynadapt.adapters.checkpoints._format import named_folder
 from dynadapt.adapters.checkpoints._pickle import Opaque, StoredTensor
 from dynadapt.adapters.checkpoints._torch_file import TorchFile, read_torch
 from dynadapt.errors import Finding, Refused
-from dynadapt.protocols import AuxItem
+from dynadapt.protocols import AuxItem, Outcome
 from dynadapt.vps.wire import encodable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from dynadapt.adapters.checkpoints._deepspeed_geometry import Shapes
 
 __all__ = [
     "Folder",
+    "aliases_of",
     "aux_items",
+    "groups_of",
     "hyper_item",
     "model_states",
     "number",
     "optimizer_states",
+    "outcomes_of",
     "tag_folder",
 ]
 
@@ -42,13 +50,7 @@ def tag_folder(path: Path) -> Path | None:
         return None
     if any(_OPTIM.match(p.name) or _MODEL.match(p.name) for p in path.iterdir()):
         return path
-    try:
-        tag = (path / "latest").read_text(errors="replace").strip()
-    except OSError:
-        return None
-    if not tag or Path(tag).name != tag or tag in {".", ".."} or "\0" in tag:
-        return None
-    return path / tag if (path / tag).is_dir() else None
+    return named_folder(path, "latest")
 
 
 @dataclass(frozen=True)
@@ -135,16 +137,10 @@ def model_states(file: TorchFile) -> dict[str, Any]:
     return tree
 
 
-#: Group entries that hold parameters, or say how an optimizer runs.
-_NOT_HYPER = frozenset(
-    {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "step"}
-)
-
-
 def hyper_item(groups: Sequence[Iterable[str]], param_groups: Sequence[Any]) -> AuxItem:
     """The `param_groups` item: names and hyperparameters of each group."""
     value = [
-        {"names": list(names), "hyper": {k: v for k, v in own.items() if k not in _NOT_HYPER}}
+        {"names": list(names), "hyper": {k: v for k, v in own.items() if k not in NOT_HYPER}}
         for names, own in zip(groups, param_groups, strict=False)
     ]
     return AuxItem("param_groups", value)
@@ -198,6 +194,34 @@ def aux_items(common: Mapping[str, Any], scaler: Any) -> list[AuxItem]:
         if name not in known and encodable(value)
     ]
     return items
+
+
+_HELD = frozenset({"param_groups", "counters", "scheduler", "scaler", "behaviour", "optimizer"})
+
+
+def outcomes_of(aux: Iterable[str], what: str) -> tuple[Outcome, ...]:
+    """What became of aux items, by path, in a checkpoint; `what` names its kind."""
+    return tuple(
+        Outcome(path, "exact")
+        if path in _HELD or path.startswith("user/")
+        else Outcome(path, "dropped", f"{what} has no place for it")
+        for path in aux
+    )
+
+
+def groups_of(common: Mapping[str, Any]) -> list[Shapes]:
+    """The shapes that a file of model states lists: by group, or at stage 3 by sub-group."""
+    listed = common.get("param_shapes")
+    return [shapes_of(each) for each in (listed if isinstance(listed, list) else [listed])]
+
+
+def aliases_of(common: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Name -> its other names, sorted, of the tensors that are shared."""
+    shared = common.get("shared_params")
+    found: dict[str, list[str]] = {}
+    for alias, name in (shared if isinstance(shared, dict) else {}).items():
+        found.setdefault(str(name), []).append(str(alias))
+    return {name: tuple(sorted(own)) for name, own in found.items()}
 
 
 def number(value: Any, file: TorchFile) -> float | int | None:

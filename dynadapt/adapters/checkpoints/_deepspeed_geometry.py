@@ -22,7 +22,16 @@ if TYPE_CHECKING:
     from dynadapt.adapters.checkpoints._torch_file import TorchFile
     from dynadapt.vps.keys import Key
 
-__all__ = ["Files", "Piece", "Shapes", "flat_pieces", "rows_of_span", "shapes_of", "shard_pieces"]
+__all__ = [
+    "Files",
+    "Piece",
+    "Shapes",
+    "flat_pieces",
+    "rows_of_span",
+    "shapes_of",
+    "shard",
+    "shard_pieces",
+]
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -51,6 +60,16 @@ def flat_pieces(groups: Sequence[Shapes], ranks: int, between: int = 1) -> Itera
                     yield Piece(name, rank, number, int(start[i]), int(stop[i]), int(at[i]))
 
 
+def shard(numel: int, ranks: int, rank: int) -> tuple[int, int]:
+    """Stage 3: the elements `[start, stop)` of a parameter that a rank holds, without padding.
+
+    >>> shard(10, 4, 3)
+    (9, 10)
+    """
+    part = zero3_part(numel, ranks)
+    return min(rank * part, numel), min((rank + 1) * part, numel)
+
+
 def shard_pieces(
     groups: Sequence[Shapes], ranks: int, flats: Sequence[int]
 ) -> tuple[list[Piece], dict[str, int], list[str]]:
@@ -75,7 +94,7 @@ def shard_pieces(
                 continue
             where[name] = number
             for rank in range(ranks):
-                start, stop = min(rank * part, size), min((rank + 1) * part, size)
+                start, stop = shard(size, ranks, rank)
                 if start < stop:
                     pieces.append(Piece(name, rank, number, start, stop, at))
             at += part

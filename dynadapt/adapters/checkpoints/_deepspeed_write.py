@@ -12,6 +12,7 @@ from dynadapt.adapters.checkpoints._deepspeed_geometry import (
     Piece,
     flat_pieces,
     rows_of_span,
+    shard,
     shard_pieces,
 )
 from dynadapt.adapters.checkpoints._pickle import Global, Opaque
@@ -145,7 +146,7 @@ class Writing:
                     self.laid.whole(path, spec, spec.key.name)
                     continue
                 part = zero3_part(spec.numel, self.ranks)
-                start, stop = (min(spec.numel, n * part) for n in (rank, rank + 1))
+                start, stop = shard(spec.numel, self.ranks, rank)
                 name = f"frozen.{spec.key.name}"
                 buffer = self.laid.storage(path, name, spec.dtype, part)
                 self.laid.span(spec, start, stop, buffer, 0)

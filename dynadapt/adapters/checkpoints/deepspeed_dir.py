@@ -7,24 +7,28 @@ lie) and here: which key each part of a file is.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.adapters.checkpoints import _deepspeed_geometry as geometry
 from dynadapt.adapters.checkpoints._deepspeed_files import (
     Folder,
+    aliases_of,
     aux_items,
+    groups_of,
     hyper_item,
     number,
     optimizer_states,
+    outcomes_of,
     tag_folder,
 )
 from dynadapt.adapters.checkpoints._deepspeed_write import Writing
+from dynadapt.adapters.checkpoints._format import Format
 from dynadapt.adapters.checkpoints._making import Making
 from dynadapt.adapters.checkpoints._pickle import StoredTensor
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import AuxItem, Described, FileTarget, Outcome, alone
-from dynadapt.vps.flat import zero3_part
 from dynadapt.vps.keys import Key, KeySpec
 from dynadapt.vps.layout import file_endpoint
 
@@ -38,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["DeepSpeedDir"]
 
 
-class DeepSpeedDir:
+class DeepSpeedDir(Format):
     """Reads a checkpoint folder (with its `latest`) or one of its tag folders."""
 
     name = "deepspeed"
@@ -50,17 +54,11 @@ class DeepSpeedDir:
             return x.format == "deepspeed"
         return isinstance(x, str | Path) and tag_folder(Path(x)) is not None
 
-    def quiesce(self, x: Any, agree: Agree = alone) -> None:
-        """Files are at rest."""
-        agree()
-
-    def describe(self, x: Any) -> Described:
-        """Who holds what. Raises `Refused` with all that is wrong."""
-        if isinstance(x, FileTarget):
-            return Described((), (), {})
-        root = tag_folder(Path(x))
+    def read(self, path: Path) -> Described:
+        """See `Format.describe`."""
+        root = tag_folder(path)
         if root is None:
-            raise Refused([Finding("bad-file", str(x), "is no DeepSpeed checkpoint")])
+            raise Refused([Finding("bad-file", str(path), "is no DeepSpeed checkpoint")])
         return _Reading(Folder.of(root)).described()
 
     def prepare(self, x: FileTarget, keys: tuple[KeySpec, ...]) -> Described:
@@ -84,16 +82,7 @@ class DeepSpeedDir:
         agree()
         writing, made = x.made
         writing.seal(made, scalars, aux)
-        held = {"param_groups", "counters", "scheduler", "scaler", "behaviour", "optimizer"}
-        return tuple(
-            Outcome(path, "exact")
-            if path in held or path.startswith("user/")
-            else Outcome(path, "dropped", "a DeepSpeed checkpoint has no place for it")
-            for path in aux
-        )
-
-    def abandon(self, x: Any) -> None:
-        """Whoever made the folder removes it."""
+        return outcomes_of(aux, "a DeepSpeed checkpoint")
 
 
 class _Reading:
@@ -110,13 +99,10 @@ class _Reading:
         self.stage = 3 if any("fp32_flat_groups" in s for s in self.states) else 2
         names = folder.common.get("buffer_names")
         self.buffer_names = set(names) if isinstance(names, list) else set()
-        aliases = folder.common.get("shared_params")
-        self.aliases: dict[str, list[str]] = {}
-        for alias, name in (aliases if isinstance(aliases, dict) else {}).items():
-            self.aliases.setdefault(str(name), []).append(str(alias))
-        params = [n for n in self.module if n not in self.buffer_names]
-        tied = {alias for own in self.aliases.values() for alias in own}
-        self.order = {n: i for i, n in enumerate(n for n in params if n not in tied)}
+        self.aliases = aliases_of(folder.common)
+        self.tied = {alias for own in self.aliases.values() for alias in own}
+        params = [n for n in self.module if n not in self.buffer_names and n not in self.tied]
+        self.order = {name: i for i, name in enumerate(params)}
 
     def described(self) -> Described:
         """All of it; raises `Refused` with every finding."""
@@ -124,9 +110,7 @@ class _Reading:
             cause = "has no optimizer states: it was written without ZeRO (stage 0)"
             fix = "this is not read yet"
             raise Refused([Finding("unsupported-stage", str(self.folder.root), cause, fix)])
-        shapes = self.folder.common.get("param_shapes")
-        listed = shapes if isinstance(shapes, list) else [shapes]
-        groups = [geometry.shapes_of(each) for each in listed]
+        groups = groups_of(self.folder.common)
         if not any(groups):
             cause = "does not say its parameters' shapes"
             fix = "it was written by a DeepSpeed before 0.4, or of weights only"
@@ -144,7 +128,7 @@ class _Reading:
         return Described(specs, (), self.files.buffers, self.scalars, aux, files=files)
 
     def _spec(self, key: Key, shape: tuple[int, ...], dtype: str, group: int, **more: Any) -> None:
-        aliases = tuple(sorted(self.aliases.get(key.name, ())))
+        aliases = self.aliases.get(key.name, ())
         order = self.order.get(key.name, len(self.order))
         kind = "parameter" if key.slot in {"param", "compute"} else "state"
         spec = KeySpec(key, shape, dtype, kind=kind, order=order, group=group, aliases=aliases)  # type: ignore[arg-type]
@@ -250,20 +234,15 @@ class _Reading:
                 if self.stage < 3:
                     self.files.whole(key, file, tensor)
                     continue
-                total = 1
-                for size in shape:
-                    total *= size
-                part = zero3_part(total, len(self.folder.model))
-                start, stop = min(rank * part, total), min((rank + 1) * part, total)
+                start, stop = geometry.shard(prod(shape), len(self.folder.model), rank)
                 if start < stop:
                     self.files.span(key, shape, (start, stop, 0), file, tensor)
 
     def _module(self) -> None:
         """Buffers, and below stage 3 the copies that training computes with."""
-        tied = {alias for own in self.aliases.values() for alias in own}
         for rank, file in enumerate(self.folder.model):
             for name, tensor in (file.tree.get("module") or {}).items():
-                if not isinstance(tensor, StoredTensor) or name in tied:
+                if not isinstance(tensor, StoredTensor) or name in self.tied:
                     continue
                 if name in self.buffer_names:
                     key = Key(name, "buffer")

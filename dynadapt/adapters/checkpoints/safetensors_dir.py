@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dynadapt.adapters.checkpoints._format import Format
 from dynadapt.adapters.checkpoints._making import Making
 from dynadapt.adapters.checkpoints._names import natural, tensor_spec
 from dynadapt.errors import Finding, Refused
@@ -61,7 +62,7 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-class SafetensorsDir:
+class SafetensorsDir(Format):
     """Reads a folder or a file; writes a folder that `from_pretrained` takes."""
 
     name = "safetensors"
@@ -76,15 +77,8 @@ class SafetensorsDir:
         path = Path(x)
         return path.suffix == ".safetensors" or bool(_files(path))
 
-    def quiesce(self, x: Any, agree: Agree = alone) -> None:
-        """Files are at rest."""
-        agree()
-
-    def describe(self, x: Any) -> Described:
-        """Who holds what: every file is an endpoint. Raises `Refused` with all that is wrong."""
-        if isinstance(x, FileTarget):
-            return Described((), (), {})
-        path = Path(x)
+    def read(self, path: Path) -> Described:
+        """See `Format.describe`."""
         root = path.parent if path.is_file() else path
         names = [path.name] if path.is_file() else _files(path)
         specs: list[KeySpec] = []
@@ -161,9 +155,6 @@ class SafetensorsDir:
         """Nothing is left to do; says what the format cannot hold."""
         agree()
         return tuple(Outcome(path, "dropped", "safetensors hold weights only") for path in aux)
-
-    def abandon(self, x: Any) -> None:
-        """Whoever made the folder removes it."""
 
 
 def _files(path: Path) -> list[str]:

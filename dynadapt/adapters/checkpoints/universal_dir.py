@@ -9,24 +9,30 @@ from __future__ import annotations
 
 import struct
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.adapters.checkpoints import _deepspeed_geometry as geometry
 from dynadapt.adapters.checkpoints import _deepspeed_trees as trees
 from dynadapt.adapters.checkpoints._deepspeed_files import (
+    aliases_of,
     aux_items,
+    groups_of,
     hyper_item,
     model_states,
     number,
+    outcomes_of,
 )
 from dynadapt.adapters.checkpoints._deepspeed_write import TAG, Laid
+from dynadapt.adapters.checkpoints._format import Format, named_folder
 from dynadapt.adapters.checkpoints._making import Making
 from dynadapt.adapters.checkpoints._pickle import StoredTensor
 from dynadapt.adapters.checkpoints._repickle import tensor
 from dynadapt.adapters.checkpoints._torch_file import read_torch
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import Described, FileTarget, Outcome, alone
+from dynadapt.vps.box import row_major_strides
 from dynadapt.vps.keys import Key, KeySpec
 from dynadapt.vps.layout import file_endpoint
 
@@ -41,7 +47,7 @@ MODEL = "mp_rank_00_model_states.pt"
 MODEL3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
 
-class UniversalDir:
+class UniversalDir(Format):
     """Reads and writes a universal checkpoint (a folder with `latest_universal`, or its tag folder)."""
 
     name = "universal"
@@ -53,17 +59,11 @@ class UniversalDir:
             return x.format == "universal"
         return isinstance(x, str | Path) and _folder(Path(x)) is not None
 
-    def quiesce(self, x: Any, agree: Agree = alone) -> None:
-        """Files are at rest."""
-        agree()
-
-    def describe(self, x: Any) -> Described:
-        """Who holds what. Raises `Refused` with all that is wrong."""
-        if isinstance(x, FileTarget):
-            return Described((), (), {})
-        root = _folder(Path(x))
+    def read(self, path: Path) -> Described:
+        """See `Format.describe`."""
+        root = _folder(path)
         if root is None:
-            raise Refused([Finding("bad-file", str(x), "is no universal checkpoint")])
+            raise Refused([Finding("bad-file", str(path), "is no universal checkpoint")])
         return _read(root)
 
     def prepare(self, x: FileTarget, keys: tuple[KeySpec, ...]) -> Described:
@@ -117,13 +117,7 @@ class UniversalDir:
                 made.seal_torch(path, tensor("0", "float32", ()), {}, values)
         self._common(x, scalars, aux)
         made.write("latest_universal", tag.encode())
-        held = {"param_groups", "counters", "scheduler", "scaler", "behaviour", "optimizer"}
-        return tuple(
-            Outcome(path, "exact")
-            if path in held or path.startswith("user/")
-            else Outcome(path, "dropped", "a universal checkpoint has no place for it")
-            for path in aux
-        )
+        return outcomes_of(aux, "a universal checkpoint")
 
     def _common(
         self,
@@ -158,9 +152,6 @@ class UniversalDir:
             none = {f"empty.{n}": b"" for n in model.order} if sharded else {}
             made.seal_torch(f"{tag}/{name}", states, x.crcs, none)
 
-    def abandon(self, x: Any) -> None:
-        """Whoever made the folder removes it."""
-
 
 def _file(slot: str) -> str:
     return "fp32" if slot == "param" else slot
@@ -169,12 +160,8 @@ def _file(slot: str) -> str:
 def _folder(path: Path) -> Path | None:
     if (path / "zero").is_dir():
         return path
-    try:
-        tag = (path / "latest_universal").read_text(errors="replace").strip()
-    except OSError:
-        return None
-    inside = bool(tag) and Path(tag).name == tag and "\0" not in tag and tag not in {".", ".."}
-    return path / tag if inside and (path / tag / "zero").is_dir() else None
+    tagged = named_folder(path, "latest_universal")
+    return tagged if tagged is not None and (tagged / "zero").is_dir() else None
 
 
 def _read(root: Path) -> Described:
@@ -187,12 +174,9 @@ def _read(root: Path) -> Described:
     files = geometry.Files(str(root))
     specs: dict[Key, KeySpec] = {}
     scalars: dict[str, dict[str, int | float]] = {}
-    listed = common.get("param_shapes")
-    groups = [geometry.shapes_of(g) for g in (listed if isinstance(listed, list) else [listed])]
+    groups = groups_of(common)
     shapes = {name: shape for own in groups for name, shape in own.items()}
-    aliases: dict[str, list[str]] = {}
-    for alias, name in (common.get("shared_params") or {}).items():
-        aliases.setdefault(name, []).append(alias)
+    aliases = aliases_of(common)
     module = common["module"] or {}
     buffer_names = set(common.get("buffer_names") or ())
     params = [n for n in module if n not in buffer_names]
@@ -208,7 +192,7 @@ def _read(root: Path) -> Described:
         more = {
             "order": order.get(name, len(order)),
             "group": number_of[name],
-            "aliases": tuple(sorted(aliases.get(name, ()))),
+            "aliases": aliases.get(name, ()),
         }
         for each in found:
             file = read_torch(str(folder / each))
@@ -219,11 +203,13 @@ def _read(root: Path) -> Described:
                 if (step := number(value, file)) is not None:
                     scalars.setdefault(name, {})["step"] = step
                 continue
-            if not isinstance(value, StoredTensor) or _numel(value.shape) != _numel(shape):
+            if not isinstance(value, StoredTensor) or prod(value.shape) != prod(shape):
                 cause = f"holds no tensor of {list(shape)}"
                 files.findings.append(Finding("shape", f"zero/{name}/{each}", cause))
                 continue
-            flat = replace(value, shape=shape, strides=_strides(value, shape))
+            # What DeepSpeed's conversion of a stage 3 checkpoint wrote is flat.
+            strides = value.strides if value.shape == shape else row_major_strides(shape)
+            flat = replace(value, shape=shape, strides=strides)
             kind = "parameter" if slot == "fp32" else "state"
             specs[key] = KeySpec(key, shape, value.dtype, kind=kind, **more)  # type: ignore[arg-type]
             files.whole(key, file, flat)
@@ -268,17 +254,3 @@ def _optimizer(root: Path, groups: Sequence[geometry.Shapes]) -> list[AuxItem]:
     base = tree.get("optimizer_state_dict") if isinstance(tree, dict) else None
     found = (base or {}).get("param_groups") or tree.get("param_groups") or []
     return [hyper_item(groups, found)] if len(found) == len(groups) else []
-
-
-def _numel(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
-def _strides(value: StoredTensor, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A flat tensor (as stage 3's conversion writes them) seen in its parameter's shape."""
-    from dynadapt.vps.box import row_major_strides
-
-    return value.strides if value.shape == shape else row_major_strides(shape)
