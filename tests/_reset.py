@@ -5,10 +5,11 @@ Everything private to torch or DeepSpeed that tests have to reset is in this fil
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,6 +18,10 @@ __all__ = ["freeze_imports", "reset", "reset_deepspeed"]
 
 _frozen = [0]
 """How many modules there were when objects were last frozen."""
+
+_caches: list[Any] = []
+_searched = [0]
+"""What `_dtensor_caches` found, and how many modules there were then."""
 
 
 def reset(environ: Mapping[str, str]) -> None:
@@ -27,18 +32,35 @@ def reset(environ: Mapping[str, str]) -> None:
     import torch
     import torch.distributed as dist
 
+    _destroy_engines()
     reset_deepspeed()
     _reset_accelerate()
+    _reset_torch_caches()
     gc.collect()  # engines are full of cycles and must not outlive the groups they use
     if dist.is_initialized():
         dist.destroy_process_group()
     freeze_imports()
-    _reset_torch_caches()
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     torch.set_num_threads(1)
     os.environ.clear()
     os.environ.update(environ)
+
+
+def _destroy_engines() -> None:
+    """End DeepSpeed's engines as it asks to.
+
+    Hooks on gradients hold an engine in cycles through C++, which no collection sees: it would stay
+    with its groups, and each of gloo's has threads of its own.
+    """
+    if "deepspeed" in sys.modules:
+        from deepspeed.comm import comm
+        from deepspeed.runtime.engine import DeepSpeedEngine
+
+        # without isinstance, which asks proxies
+        for found in gc.get_objects() if comm.cdb is not None else ():
+            if issubclass(type(found), DeepSpeedEngine):
+                found.destroy()
 
 
 def freeze_imports() -> None:
@@ -58,10 +80,28 @@ def _reset_torch_caches() -> None:
 
         debug._clear_sharding_prop_cache()
         _redistribute.clear_redistribute_planner_cache()
+        for cache in _dtensor_caches():
+            cache.cache_clear()
         _random._rng_tracker = None
     dynamo = sys.modules.get("torch._dynamo.utils")
     if dynamo is not None and dynamo.counters["frames"]:
         sys.modules["torch._dynamo"].reset()
+
+
+def _dtensor_caches() -> list[Any]:
+    """DTensor's `lru_cache`s: their keys hold meshes, and those their groups. Most are in closures."""
+    if len(sys.modules) > _searched[0]:
+        _searched[0] = len(sys.modules)
+        gc.unfreeze()
+        gc.collect()  # what is frozen is never collected
+        kind = type(functools.lru_cache(abs))
+        _caches[:] = [
+            found
+            for found in gc.get_objects()
+            if type(found) is kind and found.__module__.startswith("torch.distributed.tensor")
+        ]
+        gc.freeze()
+    return _caches
 
 
 def reset_deepspeed() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests import _ranks
+from tests.live import _walk
 
 
 def _sum_of_ranks(rank: int, world_size: int, offset: int) -> tuple[int, int, float]:
@@ -173,6 +174,18 @@ def test_survivors_of_a_kill_answer() -> None:
 def test_only_functions_that_a_worker_can_import_are_taken(ranks2: _ranks.Pool) -> None:
     with pytest.raises(ValueError, match="not at the top level"):
         ranks2.run(lambda rank, world_size: None)
+
+
+def _threads(rank: int, world_size: int) -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_a_run_leaves_no_thread(ranks2: _ranks.Pool) -> None:
+    """An engine or a mesh that is kept alive keeps its groups, and each of gloo's has three threads."""
+    ranks2.run(_walk.walk, ("zero3-bf16", "tp"), "adamw", False)
+    before = ranks2.run(_threads)
+    ranks2.run(_walk.walk, ("zero3-bf16", "zero1-bf16", "tp"), "adamw", False)
+    assert ranks2.run(_threads) == before
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])

@@ -60,11 +60,18 @@ def _sample(one_group: bool) -> list[_pairs.Pair]:
     return _pairs.rings([name for two in zip(flat, among, strict=False) for name in two], [1, 3])
 
 
-@pytest.mark.parametrize("one_group", [False, True])
-def test_a_sample_of_pairs(one_group: bool) -> None:
+def _sample_walks() -> list[tuple[str, tuple[str, ...]]]:
+    return [
+        (recipe, walk)
+        for one_group, recipe in ((False, "adamw"), (True, "even"))
+        for walk in _pairs.cut(_pairs.trails(_sample(one_group)), 20)
+    ]
+
+
+@pytest.mark.parametrize(("recipe", "walk"), _sample_walks())
+def test_a_sample_of_pairs(recipe: str, walk: tuple[str, ...]) -> None:
     """Kinds of different frameworks, without plain between them."""
-    for walk in _pairs.cut(_pairs.trails(_sample(one_group)), 30):
-        _walked(4, walk, "even" if one_group else "adamw")
+    _walked(4, walk, recipe)
 
 
 def test_the_sample_covers_every_kind() -> None:
@@ -98,17 +105,14 @@ def _expected(pair: _pairs.Pair) -> tuple[str, str] | None:
 
 
 def _pieces() -> list[tuple[str, tuple[str, ...]]]:
-    """All pairs, or those that docs/matrix.json does not have, as walks that a test makes each.
-
-    Short ones: groups end with a walk, and each of gloo's has threads of its own.
-    """
+    """All pairs, or those that docs/matrix.json does not have, as walks that a test makes each."""
     todo = set(_page.pairs())
     if os.environ.get("PAIRS") == "missing":
         todo -= _page.load().keys()
     found = []
     for recipe in ("adamw", "even"):
         mine = [pair for pair in _page.pairs() if pair in todo and _recipe(pair) == recipe]
-        found += [(recipe, piece) for piece in _pairs.cut(_pairs.trails(mine), 10)]
+        found += [(recipe, piece) for piece in _pairs.cut(_pairs.trails(mine), 25)]
     return found
 
 

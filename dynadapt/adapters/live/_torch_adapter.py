@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from dynadapt.adapters._aux import (
     apply_behaviour,
@@ -15,6 +14,7 @@ from dynadapt.adapters._aux import (
     dropped_extras,
     with_extra_states,
 )
+from dynadapt.adapters._beside import Beside
 from dynadapt.adapters._knobs import remembered
 from dynadapt.adapters.live import _torch_aux
 from dynadapt.adapters.live._materialise import Ghost
@@ -40,13 +40,14 @@ if TYPE_CHECKING:
 __all__ = ["TorchAdapter"]
 
 
+# How to undo what `prepare` and `finish` did to a model.
+_undo: Beside[ExitStack] = Beside("undo")
+
+
 class TorchAdapter:
     """An adapter for torch modules with a torch optimizer. A subclass says how they are sharded."""
 
     name: str
-
-    def __init__(self) -> None:
-        self._undo: WeakKeyDictionary[Any, ExitStack] = WeakKeyDictionary()
 
     def _check_step_boundary(self, model: torch.nn.Module) -> None:
         """Raise `Refused` for a model that is not this adapter's, or is in the middle of a step."""
@@ -86,7 +87,7 @@ class TorchAdapter:
             findings += maker.findings(view.held, source)
         if findings:
             raise Refused(findings)
-        self.abandon(x)
+        _undo.take(modules_of(state.model)[0])  # of an earlier migration, which was committed
         with ExitStack() as stack:
             stack.callback(ghost.undo)
             ghost.materialise()
@@ -95,7 +96,7 @@ class TorchAdapter:
                 maker.make(view.held, source)
             made = ghost.made_bytes + (0 if maker is None else maker.made_bytes)
             described = replace(view.described(), allocated=made)
-            self._undo[modules_of(state.model)[0]] = stack.pop_all()
+            _undo.put(modules_of(state.model)[0], stack.pop_all())
         return described
 
     def finish(
@@ -117,7 +118,9 @@ class TorchAdapter:
         source = SourceStates(keys)
         user = with_extra_states(view.model, state.user)
         stale = consolidated(view.optimizer)
-        self._undo.setdefault(modules_of(state.model)[0], ExitStack()).callback(
+        undo = _undo.look(modules_of(state.model)[0]) or ExitStack()
+        _undo.put(modules_of(state.model)[0], undo)
+        undo.callback(
             remembered(
                 state,
                 () if view.optimizer is None else view.optimizer.param_groups,
@@ -150,6 +153,6 @@ class TorchAdapter:
 
     def abandon(self, x: Any) -> None:
         """Take back what `prepare` made, put back what it dropped and what `finish` set."""
-        stack = self._undo.pop(modules_of(TrainState.of(x).model)[0], None)
+        stack = _undo.take(modules_of(TrainState.of(x).model)[0])
         if stack is not None:
             stack.close()

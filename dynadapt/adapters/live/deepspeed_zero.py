@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from dynadapt.adapters._aux import (
     apply_behaviour,
@@ -31,6 +30,7 @@ from dynadapt.adapters._aux import (
     user_items,
     with_extra_states,
 )
+from dynadapt.adapters._beside import Beside
 from dynadapt.adapters._common import BufferTable, dtype_name, is_local
 from dynadapt.adapters._knobs import remembered
 from dynadapt.adapters.live import _deepspeed_engine as aside
@@ -56,14 +56,13 @@ if TYPE_CHECKING:
 
 __all__ = ["DeepSpeedZeroAdapter", "beside", "put_in_force"]
 
-# What `prepare` found and which units it made states for, by engine: the API may use one adapter
-# object for `prepare` and another one for `abandon`.
-_before: WeakKeyDictionary[Any, tuple[Before, list[int]]] = WeakKeyDictionary()
-
-# How to put back what `finish` set, by engine.
-_knobs: WeakKeyDictionary[Any, Callable[[], None]] = WeakKeyDictionary()
-# DeepSpeed's globals as `finish` found them, likewise.
-_others: WeakKeyDictionary[Any, Mapping[tuple[Any, str], Any]] = WeakKeyDictionary()
+# Kept with the engine: the API may use one adapter object for `prepare` and another one for `abandon`.
+# What `prepare` found, and which units it made states for.
+_before: Beside[tuple[Before, list[int]]] = Beside("before")
+# How to put back what `finish` set.
+_knobs: Beside[Callable[[], None]] = Beside("knobs")
+# DeepSpeed's globals as `finish` found them.
+_others: Beside[Mapping[tuple[Any, str], Any]] = Beside("globals")
 
 
 class DeepSpeedZeroAdapter:
@@ -122,15 +121,13 @@ class DeepSpeedZeroAdapter:
     def prepare(self, x: Any, keys: tuple[KeySpec, ...]) -> Described:
         """Make the optimizer state that the source has and this engine has not, then describe."""
         engine = TrainState.of(x).model
-        _before.pop(engine, None)  # of an earlier migration, which was committed
-        _knobs.pop(engine, None)
-        _others.pop(engine, None)
+        _forget(engine)
         view = view_of(engine)
         before = Before.of(view)
         made, allocated, findings = view.make_state(keys)
         if findings:
             raise Refused(findings)
-        _before[engine] = before, made
+        _before.put(engine, (before, made))
         return replace(self.describe(x), allocated=allocated)
 
     def finish(
@@ -150,13 +147,14 @@ class DeepSpeedZeroAdapter:
         engine = state.model
         view = view_of(engine)
         user = with_extra_states(engine.module, state.user)
-        _knobs[engine] = remembered(
+        put_back = remembered(
             state,
             view.inner.param_groups,
             (),  # numbers of the units are in `_before`
             (_scheduler(state), *user.values()),
             aside.attributes(engine),
         )
+        _knobs.put(engine, put_back)
         # First, since it may refuse.
         outcomes = list(
             apply_groups(view.inner.param_groups, view.names(), aux.get("param_groups"))
@@ -175,7 +173,7 @@ class DeepSpeedZeroAdapter:
         if view.communicates:
             agree()
         view.renew()
-        _others[engine] = known_globals()
+        _others.put(engine, known_globals())
         put_in_force(engine)
         return tuple(outcomes)
 
@@ -187,14 +185,20 @@ class DeepSpeedZeroAdapter:
         earlier steps. Such a target is as if half loaded.
         """
         engine = TrainState.of(x).model
-        put_back = _knobs.pop(engine, None)
-        if put_back is not None:
+        if (put_back := _knobs.take(engine)) is not None:
             put_back()
-        if engine in _others:
-            set_globals(_others.pop(engine))
-        if engine in _before:
-            before, made = _before.pop(engine)
+        if (others := _others.take(engine)) is not None:
+            set_globals(others)
+        if (found := _before.take(engine)) is not None:
+            before, made = found
             before.put_back(view_of(engine), made)
+
+
+def _forget(engine: Any) -> None:
+    """An earlier migration to this engine was committed: there is nothing of it to undo."""
+    _before.take(engine)
+    _knobs.take(engine)
+    _others.take(engine)
 
 
 def _mid_step(engine: Any, view: Flats) -> list[Finding]:

@@ -11,9 +11,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from dynadapt.adapters._aux import apply_user, user_items
+from dynadapt.adapters._beside import Beside
 from dynadapt.adapters._knobs import remembered
 from dynadapt.adapters.live._torch_aux import apply_counters
 from dynadapt.errors import DynadaptError, Finding, Refused
@@ -56,6 +56,9 @@ class _Job:
     put_back: Callable[[], None] | None = None
 
 
+_jobs: Beside[_Job] = Beside("job")
+
+
 class ModelsAdapter:
     """Reads and writes a `TrainState` whose model is a dict, name -> engine, module or `TrainState`.
 
@@ -67,14 +70,13 @@ class ModelsAdapter:
 
     name = "models"
 
-    def __init__(self) -> None:
-        self._jobs: WeakKeyDictionary[TrainState, _Job] = WeakKeyDictionary()
-
     def _job(self, x: Any) -> _Job:
         state = TrainState.of(x)
-        if state not in self._jobs:
-            self._jobs[state] = _Job(tuple(_models(state)))
-        return self._jobs[state]
+        job = _jobs.look(state)
+        if job is None:
+            job = _Job(tuple(_models(state)))
+            _jobs.put(state, job)
+        return job
 
     def quiesce(self, x: Any, agree: Agree = alone) -> None:
         """Every model at a step boundary, one vote, then the gathered copies of all are dropped."""
@@ -104,6 +106,7 @@ class ModelsAdapter:
     def prepare(self, x: Any, keys: tuple[KeySpec, ...]) -> Described:
         """Every model's own `prepare`, with the source's keys of that model."""
         state, job = TrainState.of(x), self._job(x)
+        job.finished, job.put_back = [], None  # of an earlier migration, which was committed
         findings: list[Finding] = []
         found: list[tuple[_Model, Described]] = []
         for each in job.models:
