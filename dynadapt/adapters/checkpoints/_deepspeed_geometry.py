@@ -6,28 +6,21 @@ The order of parameters is that of `param_shapes`, as DeepSpeed flattens them; t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from dynadapt.errors import Finding
-from dynadapt.vps.box import Box, Span, row_major_strides
+from dynadapt.adapters.checkpoints._rows import Files
 from dynadapt.vps.flat import zero3_part, zero_group
-from dynadapt.vps.layout import Row
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from dynadapt.adapters.checkpoints._pickle import StoredTensor
-    from dynadapt.adapters.checkpoints._torch_file import TorchFile
-    from dynadapt.vps.keys import Key
 
 __all__ = [
     "Files",
     "Piece",
     "Shapes",
     "flat_pieces",
-    "rows_of_span",
     "shapes_of",
     "shard",
     "shard_pieces",
@@ -99,61 +92,6 @@ def shard_pieces(
                     pieces.append(Piece(name, rank, number, start, stop, at))
             at += part
     return pieces, where, lost
-
-
-def rows_of_span(
-    key: Key, shape: tuple[int, ...], start: int, stop: int, buffer: str, at: int
-) -> Iterator[Row]:
-    """A span of a tensor that lies contiguous in a buffer from index `at` on, as rows."""
-    for box in Span(start, stop).boxes(shape):
-        yield Row(key, box, buffer, at, row_major_strides(box.shape))
-        at += box.volume
-
-
-@dataclass
-class Files:
-    """Rows and buffers as they are found, by file."""
-
-    root: str
-    rows: dict[str, list[Row]] = field(default_factory=dict)
-    buffers: dict[str, Any] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
-
-    def buffer(self, file: TorchFile, tensor: StoredTensor) -> str:
-        """The id of the storage behind a tensor, seen in its dtype."""
-        name = f"{self.inside(file)}#{tensor.storage.name}:{tensor.dtype}"
-        if name not in self.buffers:
-            self.buffers[name] = file.buffer(tensor)
-        self.rows.setdefault(self.inside(file), [])
-        return name
-
-    def inside(self, file: TorchFile) -> str:
-        """A file's path inside the checkpoint."""
-        return file.path.removeprefix(self.root).lstrip("/")
-
-    def whole(self, key: Key, file: TorchFile, tensor: StoredTensor) -> None:
-        """A tensor that lies in a file as a whole, strided as it may be."""
-        buffer = self.buffer(file, tensor)
-        box = Box.whole(tensor.shape)
-        self.rows[self.inside(file)].append(Row(key, box, buffer, tensor.offset, tensor.strides))
-
-    def span(
-        self,
-        key: Key,
-        shape: tuple[int, ...],
-        piece: tuple[int, int, int],
-        file: TorchFile,
-        tensor: StoredTensor,
-    ) -> None:
-        """`(start, stop, at)`: a span of a parameter inside a flat tensor of a file."""
-        start, stop, at = piece
-        if at + stop - start > prod(tensor.shape):
-            cause = f"the flat of {prod(tensor.shape):,} elements ends before it"
-            self.findings.append(Finding("geometry", f"{key} in {self.inside(file)}", cause))
-            return
-        buffer = self.buffer(file, tensor)
-        rows = rows_of_span(key, shape, start, stop, buffer, tensor.offset + at)
-        self.rows[self.inside(file)].extend(rows)
 
 
 def shapes_of(value: Any) -> Shapes:

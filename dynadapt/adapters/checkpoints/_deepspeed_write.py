@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -11,17 +11,15 @@ from dynadapt.adapters.checkpoints import _deepspeed_trees as trees
 from dynadapt.adapters.checkpoints._deepspeed_geometry import (
     Piece,
     flat_pieces,
-    rows_of_span,
     shard,
     shard_pieces,
 )
 from dynadapt.adapters.checkpoints._pickle import Global, Opaque
 from dynadapt.adapters.checkpoints._repickle import tensor
+from dynadapt.adapters.checkpoints._rows import Laid
 from dynadapt.errors import Finding, Refused
-from dynadapt.vps.box import Box, row_major_strides
 from dynadapt.vps.flat import zero3_groups, zero3_part, zero_group
 from dynadapt.vps.keys import Key, KeySpec
-from dynadapt.vps.layout import Row, file_endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,45 +28,10 @@ if TYPE_CHECKING:
     from dynadapt.adapters.checkpoints._making import Making
     from dynadapt.protocols import AuxItem, FileTarget
 
-__all__ = ["Laid", "Writing"]
+__all__ = ["TAG", "Writing"]
 
 TAG = "dynadapt"
 """The tag of what is written, unless `options["tag"]` says another."""
-
-
-@dataclass
-class Laid:
-    """Files that are laid out: their storages (dtype, elements) and rows, and the keys they hold."""
-
-    storages: dict[str, dict[str, tuple[str, int]]] = field(default_factory=dict)
-    rows: dict[str, list[Row]] = field(default_factory=dict)
-    keys: dict[Key, KeySpec] = field(default_factory=dict)
-
-    def storage(self, path: str, name: str, dtype: str, numel: int) -> str:
-        """Give a file a storage; returns its buffer id."""
-        self.rows.setdefault(path, [])
-        self.storages.setdefault(path, {})[name] = (dtype, numel)
-        return f"{path}#{name}"
-
-    def whole(self, path: str, spec: KeySpec, name: str) -> None:
-        """Put a whole tensor into a storage of its own."""
-        buffer = self.storage(path, name, spec.dtype, spec.numel)
-        self.keys[spec.key] = spec
-        strides = row_major_strides(spec.shape)
-        self.rows[path].append(Row(spec.key, Box.whole(spec.shape), buffer, 0, strides))
-
-    def span(self, spec: KeySpec, start: int, stop: int, buffer: str, at: int) -> None:
-        """Put elements `[start, stop)` of a tensor into a buffer, from index `at` on."""
-        self.keys[spec.key] = spec
-        rows = rows_of_span(spec.key, spec.shape, start, stop, buffer, at)
-        self.rows[buffer.partition("#")[0]].extend(rows)
-
-    def into(self, made: Making) -> dict[int, tuple[Row, ...]]:
-        """Allocate all files; the rows by endpoint."""
-        for path, storages in self.storages.items():
-            made.torch_file(path, storages)
-        made.allocate()
-        return {file_endpoint(path): tuple(rows) for path, rows in self.rows.items()}
 
 
 class Writing:

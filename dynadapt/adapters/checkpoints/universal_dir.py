@@ -24,11 +24,12 @@ from dynadapt.adapters.checkpoints._deepspeed_files import (
     number,
     outcomes_of,
 )
-from dynadapt.adapters.checkpoints._deepspeed_write import TAG, Laid
+from dynadapt.adapters.checkpoints._deepspeed_write import TAG
 from dynadapt.adapters.checkpoints._format import Format, named_folder
 from dynadapt.adapters.checkpoints._making import Making
 from dynadapt.adapters.checkpoints._pickle import StoredTensor
 from dynadapt.adapters.checkpoints._repickle import tensor
+from dynadapt.adapters.checkpoints._rows import Files, Laid
 from dynadapt.adapters.checkpoints._torch_file import read_torch
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import Described, FileTarget, Outcome, alone
@@ -171,7 +172,7 @@ def _read(root: Path) -> Described:
         raise Refused([Finding("missing-file", str(root), cause, "copy the whole checkpoint")])
     model = read_torch(str(root / names[0]))
     common = model_states(model)
-    files = geometry.Files(str(root))
+    files = Files(str(root))
     specs: dict[Key, KeySpec] = {}
     scalars: dict[str, dict[str, int | float]] = {}
     groups = groups_of(common)
