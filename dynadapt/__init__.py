@@ -9,20 +9,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dynadapt.api import declare, describe, fingerprint, migrate, plan, simulate
+    from dynadapt.elastic.checkpoint import Checkpoint
     from dynadapt.errors import DynadaptError, Finding, MigrationAborted, Refused
+    from dynadapt.offline import convert, diff, open
     from dynadapt.protocols import TrainState
 
 __all__ = [
+    "Checkpoint",
     "DynadaptError",
     "Finding",
     "MigrationAborted",
     "Refused",
     "TrainState",
     "__version__",
+    "convert",
     "declare",
     "describe",
+    "diff",
     "fingerprint",
     "migrate",
+    "open",
     "plan",
     "simulate",
 ]
@@ -30,15 +36,19 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Checkpoint": "dynadapt.elastic.checkpoint",
     "DynadaptError": "dynadapt.errors",
     "Finding": "dynadapt.errors",
     "MigrationAborted": "dynadapt.errors",
     "Refused": "dynadapt.errors",
     "TrainState": "dynadapt.protocols",
+    "convert": "dynadapt.offline",
     "declare": "dynadapt.api",
     "describe": "dynadapt.api",
+    "diff": "dynadapt.offline",
     "fingerprint": "dynadapt.api",
     "migrate": "dynadapt.api",
+    "open": "dynadapt.offline",
     "plan": "dynadapt.api",
     "simulate": "dynadapt.api",
 }

@@ -32,16 +32,20 @@ def _run(*words: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
 def test_public_names() -> None:
     """A name added or taken away is a decision, not an accident."""
     assert dynadapt.__all__ == [
+        "Checkpoint",
         "DynadaptError",
         "Finding",
         "MigrationAborted",
         "Refused",
         "TrainState",
         "__version__",
+        "convert",
         "declare",
         "describe",
+        "diff",
         "fingerprint",
         "migrate",
+        "open",
         "plan",
         "simulate",
     ]

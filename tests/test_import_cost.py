@@ -23,6 +23,7 @@ LIGHT = [
     "dynadapt.elastic.comparison",
     "dynadapt.elastic.conversion",
     "dynadapt.elastic.verification",
+    "dynadapt.offline",
     "dynadapt.protocols",
     "dynadapt.registry",
     "dynadapt.transport.planner",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -12,7 +12,6 @@ from rich.markup import escape
 
 from dynadapt.cli._files import WorkersOption
 from dynadapt.cli._options import JsonOption
-from dynadapt.errors import DynadaptError
 
 if TYPE_CHECKING:
     from dynadapt.elastic.conversion import ConversionReport
@@ -60,37 +59,27 @@ def convert(
         TransferSpeedColumn,
     )
 
+    from dynadapt import offline
     from dynadapt.cli._plan import size_of
-    from dynadapt.elastic import conversion
-    from dynadapt.elastic.checkpoint import open_checkpoint
-    from dynadapt.elastic.selection import Selection
-    from dynadapt.elastic.targets import target_of
-    from dynadapt.vps.keys import ITEMSIZE
 
-    options: dict[str, Any] = {"max_shard_size": size_of(max_shard_size)}
-    if dtype is not None:
-        if dtype not in ITEMSIZE:
-            raise DynadaptError(f"--dtype {dtype}: no such dtype", reason="bad-argument")
-        options |= {"dtype": dtype, "keep_dtype": tuple(keep_dtype or ())}
-    wanted = target_of(target, to, options)
-    chosen = Selection(
-        include=tuple(include or ()),
-        exclude=tuple(exclude or ()),
-        strip_prefix=strip_prefix,
-        add_prefix=add_prefix,
-        weights_only=weights_only or wanted.format == "safetensors",
-    )
     console = Console(stderr=True)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as bar:
         task = bar.add_task("converting", total=None)
-        report = conversion.convert(
-            open_checkpoint(source),
-            wanted,
-            selection=chosen,
-            narrow="allow" if dtype is not None else "if-exact",
+        report = offline.convert(
+            source,
+            target,
+            to,
+            include=include or (),
+            exclude=exclude or (),
+            strip_prefix=strip_prefix,
+            add_prefix=add_prefix,
+            weights_only=weights_only,
+            dtype=dtype,
+            keep_dtype=keep_dtype or (),
+            max_shard_size=size_of(max_shard_size),
             verify=verify,
             force=force,
             threads=workers,

@@ -45,18 +45,17 @@ def diff(
     Masters, moments, steps, hyperparameters and counts are compared; copies that follow from masters
     are not.
     """
-    from dynadapt.elastic.checkpoint import open_checkpoint
-    from dynadapt.elastic.comparison import Tolerance, compare
-    from dynadapt.elastic.selection import Selection
+    from dynadapt import offline
 
-    chosen = Selection(
-        include=tuple(include or ()), exclude=tuple(exclude or ()), weights_only=weights_only
-    )
-    found = compare(
-        open_checkpoint(a),
-        open_checkpoint(b),
-        selection=None if chosen == Selection() else chosen,
-        tolerance=Tolerance(rtol, atol, ulp),
+    found = offline.diff(
+        a,
+        b,
+        rtol=rtol,
+        atol=atol,
+        ulp=ulp,
+        include=include or (),
+        exclude=exclude or (),
+        weights_only=weights_only,
         ignore_missing=ignore_missing,
         threads=workers,
     )

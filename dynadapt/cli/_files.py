@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,10 +35,10 @@ def inspect(
     as_json: JsonOption = False,
 ) -> None:
     """Say what a checkpoint is and holds; no tensor's bytes are read. Exit 1: it is not whole."""
-    from dynadapt.elastic.checkpoint import open_checkpoint
+    from dynadapt import offline
 
-    found = open_checkpoint(path)
-    facts = _facts(found, glob)
+    found = offline.open(path)
+    facts = found.summary(glob)
     if as_json:
         if summary:
             facts.pop("tensors")
@@ -54,18 +53,18 @@ def fingerprint(
     path: PathArgument, workers: WorkersOption = 2, as_json: JsonOption = False
 ) -> None:
     """One number of the whole state, equal in any format and layout, and of the live job."""
-    from dynadapt.elastic.checkpoint import open_checkpoint
+    from dynadapt import offline
 
-    value = open_checkpoint(path).fingerprint(threads=workers)
+    value = offline.open(path).fingerprint(threads=workers)
     typer.echo(json.dumps({"path": str(path), "fingerprint": value}) if as_json else value)
 
 
 def verify(path: PathArgument, workers: WorkersOption = 2, as_json: JsonOption = False) -> None:
     """Read everything: complete, readable, replicas equal, sums as the manifest has them. Exit 1 if not."""
-    from dynadapt.elastic.checkpoint import open_checkpoint
+    from dynadapt import offline
     from dynadapt.elastic.verification import verified
 
-    found = open_checkpoint(path)
+    found = offline.open(path)
     findings, told = verified(found, threads=workers)
     if as_json:
         facts = {**told, "problems": [f.to_json() for f in findings]}
@@ -79,47 +78,6 @@ def verify(path: PathArgument, workers: WorkersOption = 2, as_json: JsonOption =
         console.print("[green]whole[/green]" if not findings else "[red]not whole[/red]")
     if findings:
         sys.exit(1)
-
-
-def _facts(found: Checkpoint, glob: str) -> dict[str, Any]:
-    layout, aux = found.layout, found.aux
-    behaviour = aux["behaviour"].value if "behaviour" in aux else {}
-    counters = aux["counters"].value if "counters" in aux else {}
-    steps = sorted({v["step"] for v in found.scalars.values() if "step" in v})
-    shown = [spec for spec in layout.keys if fnmatchcase(spec.key.name, glob)]
-    groups = aux["param_groups"].value if "param_groups" in aux else []
-    return {
-        "path": found.path,
-        "format": found.format,
-        "framework": behaviour.get("framework", ""),
-        "zero_stage": behaviour.get("zero_stage"),
-        "files": len(layout.endpoints),
-        "keys": len(layout.keys),
-        "parameters": sum(s.numel for s in layout.keys if s.key.slot == "param"),
-        "bytes": sum(s.nbytes for s in layout.keys if s.presence == "present"),
-        "dtypes": {
-            slot: sorted({s.dtype for s in layout.keys if s.key.slot == slot})
-            for slot in sorted({s.key.slot for s in layout.keys})
-        },
-        "steps": steps,
-        "counters": counters,
-        "groups": [{"parameters": len(group["names"]), **group["hyper"]} for group in groups],
-        "aux": sorted(aux),
-        "problems": [finding.to_json() for finding in found.problems()],
-        "tensors": [
-            {
-                "key": str(s.key),
-                "shape": list(s.shape),
-                "dtype": s.dtype,
-                "kind": s.kind,
-                "trainable": s.trainable,
-                "derived": s.derived,
-                "aliases": list(s.aliases),
-                "rows": sum(len(layout.rows_of(s.key, e)) for e in layout.endpoints),
-            }
-            for s in shown
-        ],
-    }
 
 
 def _print(

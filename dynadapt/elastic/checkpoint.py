@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from dynadapt.elastic.tensors import Tensors
 from dynadapt.errors import Finding, Refused
 from dynadapt.registry import adapter_for
 from dynadapt.transport.certificate import fingerprint
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
     from dynadapt.files import FileBuffer
     from dynadapt.protocols import AuxItem, Described
-    from dynadapt.vps.keys import Key
+    from dynadapt.vps.keys import Key, KeySpec
 
 __all__ = ["Checkpoint", "layout_of", "open_checkpoint"]
 
@@ -48,6 +50,16 @@ class Checkpoint:
         """Hyperparameters, scheduler, counters and the rest, by path."""
         return {item.path: item for item in self.own.aux}
 
+    @property
+    def keys(self) -> tuple[KeySpec, ...]:
+        """Every tensor it knows of: name and slot, shape, dtype, kind, tied names."""
+        return self.layout.keys
+
+    @cached_property
+    def tensors(self) -> Tensors:
+        """The tensors as numpy arrays by key, each read when it is asked for."""
+        return Tensors(self.layout, self.buffers)
+
     @cached_property
     def files(self) -> dict[int, str]:
         """Endpoint -> the file's path inside the checkpoint."""
@@ -56,6 +68,52 @@ class Checkpoint:
             for row in rows[:1]:
                 found[endpoint] = row.buffer.partition("#")[0]
         return found
+
+    def summary(self, glob: str = "*") -> dict[str, Any]:
+        """What it is and holds, as plain JSON values, with the tensors whose name matches `glob`."""
+        layout, aux = self.layout, self.aux
+        behaviour = aux["behaviour"].value if "behaviour" in aux else {}
+        groups = aux["param_groups"].value if "param_groups" in aux else []
+        dtypes: dict[str, set[str]] = {}
+        for spec in layout.keys:
+            dtypes.setdefault(spec.key.slot, set()).add(spec.dtype)
+        return {
+            "path": self.path,
+            "format": self.format,
+            "framework": behaviour.get("framework", ""),
+            "zero_stage": behaviour.get("zero_stage"),
+            "files": len(layout.endpoints),
+            "keys": len(layout.keys),
+            "parameters": sum(s.numel for s in layout.keys if s.key.slot == "param"),
+            "bytes": sum(s.nbytes for s in layout.keys if s.presence == "present"),
+            "dtypes": {slot: sorted(found) for slot, found in sorted(dtypes.items())},
+            "steps": sorted({v["step"] for v in self.scalars.values() if "step" in v}),
+            "counters": aux["counters"].value if "counters" in aux else {},
+            "groups": [{"parameters": len(group["names"]), **group["hyper"]} for group in groups],
+            "aux": sorted(aux),
+            "problems": [finding.to_json() for finding in self.problems()],
+            "tensors": [self._told(s) for s in layout.keys if fnmatchcase(s.key.name, glob)],
+        }
+
+    def _told(self, spec: KeySpec) -> dict[str, Any]:
+        return {
+            "key": str(spec.key),
+            "shape": list(spec.shape),
+            "dtype": spec.dtype,
+            "kind": spec.kind,
+            "trainable": spec.trainable,
+            "derived": spec.derived,
+            "aliases": list(spec.aliases),
+            "rows": sum(len(self.layout.rows_of(spec.key, e)) for e in self.layout.endpoints),
+        }
+
+    def __str__(self) -> str:
+        facts = self.summary()
+        steps = ", ".join(f"{step:g}" for step in facts["steps"]) or "none"
+        return (
+            f"{self.path}: {self.format}, {facts['keys']} tensors of {facts['parameters']:,} "
+            f"parameters in {facts['files']} files, step {steps}, {len(facts['problems'])} problems"
+        )
 
     def problems(self) -> tuple[Finding, ...]:
         """What is missing of it: elements that no file holds."""

@@ -1,0 +1,149 @@
+"""The library's functions on checkpoints: `open`, `convert` and `diff`. Any one process calls them.
+
+No framework is imported, no pickle is run, and nothing is loaded as a whole. The commands of the same names
+are these functions; `load` and `save`, which join a checkpoint with a live job, are in `dynadapt.api`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from dynadapt.elastic import comparison, conversion
+from dynadapt.elastic.checkpoint import Checkpoint, open_checkpoint
+from dynadapt.elastic.selection import Selection
+from dynadapt.elastic.targets import target_of
+from dynadapt.errors import Finding, Refused
+from dynadapt.vps.keys import ITEMSIZE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dynadapt.elastic.comparison import Comparison
+    from dynadapt.elastic.conversion import ConversionReport
+
+    Path = str | os.PathLike[str]
+
+__all__ = ["Checkpoint", "convert", "diff", "open"]
+
+
+def open(path: Path) -> Checkpoint:
+    """What a checkpoint of any known format holds: its layout over files, and its tensors on demand.
+
+    No tensor's bytes are read until one is asked for. Raises `DynadaptError` (`no-adapter`) for a format
+    that nobody knows, `Refused` with everything that is wrong with the files.
+
+    >>> import numpy, pathlib, tempfile, safetensors.numpy
+    >>> at = pathlib.Path(tempfile.mkdtemp()) / "model.safetensors"
+    >>> safetensors.numpy.save_file({"w": numpy.arange(3, dtype="f4")}, at)
+    >>> found = open(at)
+    >>> found.format, found.problems(), list(found.tensors), found.tensors["w"].tolist()
+    ('safetensors', (), ['w/param'], [0.0, 1.0, 2.0])
+    """
+    return open_checkpoint(os.fspath(path))
+
+
+def _opened(x: Path | Checkpoint) -> Checkpoint:
+    return x if isinstance(x, Checkpoint) else open(x)
+
+
+def convert(
+    src: Path | Checkpoint,
+    dst: Path,
+    to: str,
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    strip_prefix: str = "",
+    add_prefix: str = "",
+    weights_only: bool = False,
+    dtype: str | None = None,
+    keep_dtype: Sequence[str] = (),
+    max_shard_size: int | None = None,
+    verify: bool = True,
+    force: bool = False,
+    threads: int = 2,
+    on_bytes: Callable[[int, int], None] | None = None,
+) -> ConversionReport:
+    """Write a checkpoint in another format or layout, in one pass, and prove it by its fingerprint.
+
+    `to` is a format (`universal`, `safetensors`), a layout (`zero3:dp=4`), or both. `include` and
+    `exclude` are globs over names, `strip_prefix` and `add_prefix` change them. `dtype` is that of floats
+    in safetensors, but for names that match `keep_dtype`; `max_shard_size` bounds such a file, in bytes.
+    `on_bytes` is called with (bytes done, bytes in all) from several threads.
+
+    `dst` gets its name when all of it is there and was read back; `src` is only read. Raises `Refused`
+    (`target-exists` unless `force`) and `DynadaptError`; then there is no `dst`, or the old one.
+
+    >>> import numpy, pathlib, tempfile, safetensors.numpy
+    >>> at = pathlib.Path(tempfile.mkdtemp())
+    >>> safetensors.numpy.save_file({"w": numpy.ones(3, "f4")}, at / "model.safetensors")
+    >>> report = convert(at / "model.safetensors", at / "half", "safetensors", dtype="bfloat16")
+    >>> open(at / "half").keys[0].dtype, report.verified
+    ('bfloat16', True)
+    """
+    options: dict[str, Any] = {}
+    if max_shard_size is not None:
+        options["max_shard_size"] = max_shard_size
+    if dtype is not None:
+        if dtype not in ITEMSIZE:
+            raise Refused([Finding("bad-argument", f"dtype {dtype}", "there is no such dtype")])
+        options |= {"dtype": dtype, "keep_dtype": tuple(keep_dtype)}
+    wanted = target_of(os.fspath(dst), to, options)
+    chosen = Selection(
+        include=tuple(include),
+        exclude=tuple(exclude),
+        strip_prefix=strip_prefix,
+        add_prefix=add_prefix,
+        weights_only=weights_only or wanted.format == "safetensors",
+    )
+    return conversion.convert(
+        _opened(src),
+        wanted,
+        selection=chosen,
+        narrow="allow" if dtype is not None else "if-exact",
+        verify=verify,
+        force=force,
+        threads=threads,
+        on_bytes=on_bytes,
+    )
+
+
+def diff(
+    a: Path | Checkpoint,
+    b: Path | Checkpoint,
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    ulp: int = 0,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    weights_only: bool = False,
+    ignore_missing: bool = False,
+    threads: int = 2,
+    on_bytes: Callable[[int, int], None] | None = None,
+) -> Comparison:
+    """Compare two checkpoints of any formats: masters, moments, steps, hyperparameters, counts.
+
+    What is within `rtol` (relative to b's value), `atol`, or `ulp` steps of the coarser dtype counts as
+    equal. `ignore_missing` compares what both hold. The result has `same`, a `Difference` for every
+    tensor (`tensors`), and by path what else differs (`aux`).
+
+    >>> import numpy, pathlib, tempfile, safetensors.numpy
+    >>> at = pathlib.Path(tempfile.mkdtemp())
+    >>> for name in "ab":
+    ...     safetensors.numpy.save_file({"w": numpy.full(3, ord(name), "f4")}, at / f"{name}.safetensors")
+    >>> found = diff(at / "a.safetensors", at / "b.safetensors")
+    >>> found.same, found.tensors[0].max_abs, diff(at / "a.safetensors", at / "b.safetensors", atol=1).same
+    (False, 1.0, True)
+    """
+    chosen = Selection(include=tuple(include), exclude=tuple(exclude), weights_only=weights_only)
+    return comparison.compare(
+        _opened(a),
+        _opened(b),
+        selection=None if chosen == Selection() else chosen,
+        tolerance=comparison.Tolerance(rtol, atol, ulp),
+        ignore_missing=ignore_missing,
+        threads=threads,
+        on_bytes=on_bytes,
+    )
