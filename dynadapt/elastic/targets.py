@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["target_of"]
 
-_DEFAULT = {"zero1": "deepspeed", "zero2": "deepspeed", "zero3": "deepspeed"}
+_DEFAULT = dict.fromkeys(("zero0", "zero1", "zero2", "zero3"), "deepspeed")
 """The format of a kind of layout, where none is named."""
 
 

@@ -165,7 +165,9 @@ class _Declared:
             return self._in_groups()
         if kind == "fsdp1":
             return self._in_units()
-        each = {"ddp": self._whole, "zero3": self._alone}.get(kind, self._by_rows)
+        each = {"ddp": self._whole, "zero0": self._whole, "zero3": self._alone}.get(
+            kind, self._by_rows
+        )
         return (each(*pair) for pair in zip(self.model.families, self.cuttings, strict=True))
 
     @cached_property

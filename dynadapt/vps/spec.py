@@ -29,6 +29,7 @@ AXES = ("pp", "rep", "dp", "ep", "tp")
 KINDS: Mapping[str, str] = MappingProxyType(
     {
         "ddp": "every data rank holds all",
+        "zero0": "DeepSpeed without ZeRO: every data rank holds all",
         "zero1": "DeepSpeed stage 1: masters and moments of a group in one flat, cut evenly",
         "zero2": "DeepSpeed stage 2: where the state lies is as in stage 1",
         "zero3": "DeepSpeed stage 3: every parameter flattened, padded and cut by itself",
@@ -47,6 +48,7 @@ _ALL = frozenset({"order", "dtype", "stages", "pad_vocab"})
 OPTIONS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "ddp": _ALL,
+        "zero0": _ALL | {"fused"},
         "zero1": _ALL | {"groups", "round_robin"},
         "zero2": _ALL | {"groups", "round_robin"},
         "zero3": _ALL | {"groups", "sub_group_size"},
@@ -169,8 +171,8 @@ def _unfit(kind: str, axes: Mapping[str, int], options: Mapping[str, str]) -> It
         yield f"{prod(axes.values()):,} ranks are more than {MAX_WORLD:,}"
     if kind == "hsdp" and "rep" not in axes:
         yield "hsdp needs rep=N, the number of replicas, beside dp=N"
-    if kind == "ddp" and axes.get("rep", 1) > 1:
-        yield "ddp has no rep: its data axis replicates already"
+    if kind in {"ddp", "zero0"} and axes.get("rep", 1) > 1:
+        yield f"{kind} has no rep: its data axis replicates already"
     known = OPTIONS.get(kind, frozenset())
     for name in options:
         if kind in KINDS and name not in known:

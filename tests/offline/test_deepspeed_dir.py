@@ -24,9 +24,17 @@ CASES = [
     ("zero1rr-fp32", 4, "zero1:dp=2", "zero1-fp32", 2),
     ("zero1acc-bf16", 2, "zero3:dp=4,sub_group_size=100", "zero3-bf16", 4),
     ("zero2-fp16", 2, "zero3:dp=2,sub_group_size=100", "zero3-fp16", 2),
+    ("zero0-bf16", 2, "zero1:dp=4", "zero1-bf16", 4),
+    ("zero0-fp16", 2, "zero0:dp=2,fused=true", "zero0fused-fp16", 2),
+    ("zero0fused-bf16", 2, "zero3:dp=2,sub_group_size=100", "zero3-bf16", 2),
+    ("zero3-bf16", 2, "zero0:dp=4,fused=true", "zero0fused-bf16", 4),
+    ("zero0-fp32", 2, "zero0:dp=4", "zero0-fp32", 4),
+    ("zero2-fp32", 4, "zero0:dp=2", "zero0-fp32", 2),
+    ("zero2-fp16", 2, "zero0:dp=2", "zero0-fp16", 2),
+    ("zero0fused-fp16", 2, "zero2:dp=2", "zero2-fp16", 2),
 ]
 
-MORE = {"zero3": ",sub_group_size=100", "zero1rr": ",round_robin=true"}
+MORE = {"zero3": ",sub_group_size=100", "zero1rr": ",round_robin=true", "zero0fused": ",fused=true"}
 
 
 @pytest.mark.parametrize(("kind", "ranks", "spec", "to", "to_ranks"), CASES)

@@ -34,8 +34,11 @@ __all__ = [
     "model_states",
     "number",
     "optimizer_states",
+    "options_of",
     "outcomes_of",
+    "scaler_item",
     "tag_folder",
+    "ties_of",
 ]
 
 _OPTIM = re.compile(r"^(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
@@ -146,8 +149,8 @@ def hyper_item(groups: Sequence[Iterable[str]], param_groups: Sequence[Any]) -> 
     return AuxItem("param_groups", value)
 
 
-def aux_items(common: Mapping[str, Any], scaler: Any) -> list[AuxItem]:
-    """Counters, scheduler, loss scaler and what the job did to a step by configuration."""
+def aux_items(common: Mapping[str, Any]) -> list[AuxItem]:
+    """Counters, scheduler and what the job did to a step by configuration."""
     counters = {
         name: common[name]
         for name in ("global_steps", "global_samples", "skipped_steps")
@@ -157,11 +160,6 @@ def aux_items(common: Mapping[str, Any], scaler: Any) -> list[AuxItem]:
     scheduler = common.get("lr_scheduler")
     if isinstance(scheduler, dict) and encodable(scheduler):
         items.append(AuxItem("scheduler", {"class": "", "state": scheduler, "left": []}))
-    if isinstance(scaler, Opaque) and isinstance(scaler.state, dict):
-        state = {name: v for name, v in scaler.state.items() if encodable(v)}
-        if state.get("dynamic") or state.get("cur_scale", 1.0) != 1.0:
-            value = {"class": scaler.made_by.name, "scale": float(state.get("cur_scale", 1.0))}
-            items.append(AuxItem("scaler", {**value, "state": state, "override": None}))
     config = common.get("ds_config")
     config = config if isinstance(config, dict) else {}
     zero = config.get("zero_optimization")
@@ -196,6 +194,18 @@ def aux_items(common: Mapping[str, Any], scaler: Any) -> list[AuxItem]:
     return items
 
 
+def scaler_item(scaler: Any) -> AuxItem | None:
+    """The `loss_scaler` of stages 1 to 3, if it does anything."""
+    if not isinstance(scaler, Opaque) or not isinstance(scaler.state, dict):
+        return None
+    state = {name: v for name, v in scaler.state.items() if encodable(v)}
+    scale = float(state.get("cur_scale", 1.0))
+    if not state.get("dynamic") and scale == 1.0:
+        return None
+    value = {"class": scaler.made_by.name, "scale": scale, "state": state, "override": None}
+    return AuxItem("scaler", value)
+
+
 _HELD = frozenset({"param_groups", "counters", "scheduler", "scaler", "behaviour", "optimizer"})
 
 
@@ -222,6 +232,21 @@ def aliases_of(common: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     for alias, name in (shared if isinstance(shared, dict) else {}).items():
         found.setdefault(str(name), []).append(str(alias))
     return {name: tuple(sorted(own)) for name, own in found.items()}
+
+
+def ties_of(module: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """The same, where nothing lists it: entries that are one and the same tensor; the first is the name."""
+    found: dict[StoredTensor, list[str]] = {}
+    for name, value in module.items():
+        if isinstance(value, StoredTensor):
+            found.setdefault(value, []).append(str(name))
+    return {own[0]: tuple(sorted(own[1:])) for own in found.values() if len(own) > 1}
+
+
+def options_of(tree: Mapping[str, Any], name: str) -> Mapping[Any, Any]:
+    """An entry that is a dict; an empty one if it is none."""
+    found = tree.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def number(value: Any, file: TorchFile) -> float | int | None:

@@ -22,7 +22,16 @@ if TYPE_CHECKING:
     from dynadapt.adapters.checkpoints._deepspeed_geometry import Shapes
     from dynadapt.protocols import AuxItem, FileTarget
 
-__all__ = ["VERSION", "Model", "config_of", "hypers", "loss_scaler", "model_tree", "stage_enum"]
+__all__ = [
+    "VERSION",
+    "Model",
+    "config_of",
+    "hypers",
+    "loss_scaler",
+    "model_tree",
+    "scaler_fields",
+    "stage_enum",
+]
 
 VERSION = "0.19.8"
 """The DeepSpeed whose format is written."""
@@ -120,14 +129,53 @@ def hypers(aux: Mapping[str, AuxItem], groups: Sequence[Shapes]) -> list[dict[st
     return [next((dict(by_name[n]) for n in own if n in by_name), {}) for own in groups]
 
 
+_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
+
+
 def loss_scaler(aux: Mapping[str, AuxItem]) -> Opaque:
-    """The `loss_scaler` object: the source's, else one that multiplies by one."""
+    """The `loss_scaler` object of stages 1 to 3: the source's, else one that multiplies by one."""
     item = aux.get("scaler")
-    module = "deepspeed.runtime.fp16.loss_scaler"
     if item is None:
         state: dict[str, Any] = {"cur_scale": 1.0, "dynamic": False}
-        return Opaque(Global(module, "LossScaler"), new=True, state=state)
-    return Opaque(Global(module, item.value["class"]), new=True, state=dict(item.value["state"]))
+        return Opaque(Global(_SCALERS, "LossScaler"), new=True, state=state)
+    made_by, state = item.value["class"], dict(item.value["state"])
+    if made_by == "LossScaleConfig":  # stage 0 has fields in place of an object
+        dynamic = bool(state.pop("dynamic_loss_scale", False))
+        made_by = "DynamicLossScaler" if dynamic else "LossScaler"
+        state = {**(_hysteresis(aux) if dynamic else {}), **state, "dynamic": dynamic}
+    if made_by == "DynamicLossScaler":
+        state["dtype"] = Global("torch", "float16")
+    return Opaque(Global(_SCALERS, made_by), new=True, state=state)
+
+
+def _hysteresis(aux: Mapping[str, AuxItem]) -> dict[str, Any]:
+    """What a scaler of stages 1 to 3 has beyond one of stage 0, by the source's config."""
+    config = (aux["behaviour"].value if "behaviour" in aux else {}).get("config") or {}
+    section = config.get("fp16") or {}
+    delayed = int(section.get("hysteresis", 2))
+    return {
+        "min_scale": float(section.get("min_loss_scale", 1)),
+        "delayed_shift": delayed,
+        "cur_hysteresis": delayed,
+        "consecutive_hysteresis": bool(section.get("consecutive_hysteresis", False)),
+        "raise_error_at_min_scale": True,
+    }
+
+
+def scaler_fields(aux: Mapping[str, AuxItem]) -> dict[str, Any]:
+    """The loss scaler as stage 0 keeps it: fields of its wrapper's state."""
+    item = aux.get("scaler")
+    state = item.value["state"] if item is not None else {}
+    dynamic = bool(state.get("dynamic", state.get("dynamic_loss_scale", False)))
+    found = {
+        "dynamic_loss_scale": dynamic,
+        "cur_scale": float(state.get("cur_scale", 1.0)),
+        "cur_iter": int(state.get("cur_iter", 0)),
+    }
+    if dynamic:
+        usual = {"last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": 1000}
+        found |= {name: state.get(name, value) for name, value in usual.items()}
+    return found
 
 
 def stage_enum(stage: int) -> Opaque:

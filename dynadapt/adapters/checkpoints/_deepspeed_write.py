@@ -46,7 +46,7 @@ class Writing:
         other = [axis for axis in layout.axes if axis != "dp"]
         if self.stage < 0 or other:
             what = f"{other[0]}=" if other else layout.kind
-            cause = f"{what} cannot be written as a DeepSpeed checkpoint; zero1, zero2, zero3 can"
+            cause = f"{what} cannot be written as a DeepSpeed checkpoint; zero0 to zero3 can"
             raise Refused([Finding("bad-spec", str(layout), cause, "use dp= alone")])
         self.x, self.layout, self.ranks = x, layout, layout.size("dp")
         self.model = trees.Model.of(x, keys)

@@ -1,43 +1,29 @@
-"""DeepSpeed checkpoints as `engine.save_checkpoint` writes them, ZeRO stages 1, 2 and 3.
+"""DeepSpeed checkpoints as `engine.save_checkpoint` writes them, ZeRO stages 0, 1, 2 and 3.
 
 What is read is described in `_deepspeed_files` (which files), `_deepspeed_geometry` (where parameters
-lie) and here: which key each part of a file is.
+lie), `_deepspeed_read` and `_deepspeed_read0` (which key each part of a file is).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dynadapt.adapters.checkpoints import _deepspeed_geometry as geometry
-from dynadapt.adapters.checkpoints._deepspeed_files import (
-    Folder,
-    aliases_of,
-    aux_items,
-    groups_of,
-    hyper_item,
-    number,
-    optimizer_states,
-    outcomes_of,
-    tag_folder,
-)
+from dynadapt.adapters.checkpoints._deepspeed_files import Folder, outcomes_of, tag_folder
+from dynadapt.adapters.checkpoints._deepspeed_read import Flats
+from dynadapt.adapters.checkpoints._deepspeed_read0 import Whole
 from dynadapt.adapters.checkpoints._deepspeed_write import Writing
+from dynadapt.adapters.checkpoints._deepspeed_write0 import Writing0
 from dynadapt.adapters.checkpoints._format import Format
 from dynadapt.adapters.checkpoints._making import Making
-from dynadapt.adapters.checkpoints._pickle import StoredTensor
 from dynadapt.errors import Finding, Refused
-from dynadapt.protocols import AuxItem, Described, FileTarget, Outcome, alone
-from dynadapt.vps.keys import Key, KeySpec
-from dynadapt.vps.layout import file_endpoint
+from dynadapt.protocols import Described, FileTarget, Outcome, alone
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping
 
-    from dynadapt.adapters.checkpoints._deepspeed_geometry import Files, Shapes
-    from dynadapt.adapters.checkpoints._torch_file import TorchFile
-    from dynadapt.protocols import Agree
+    from dynadapt.protocols import Agree, AuxItem
+    from dynadapt.vps.keys import KeySpec
 
 __all__ = ["DeepSpeedDir"]
 
@@ -59,11 +45,19 @@ class DeepSpeedDir(Format):
         root = tag_folder(path)
         if root is None:
             raise Refused([Finding("bad-file", str(path), "is no DeepSpeed checkpoint")])
-        return _Reading(Folder.of(root)).described()
+        folder = Folder.of(root)
+        if folder.optim_names:
+            return Flats(folder).described()
+        if isinstance(folder.common.get("optimizer"), dict):
+            return Whole(folder).described()
+        cause = "has no optimizer states, neither in files of their own nor in the model states"
+        fix = "copy the whole checkpoint; of weights alone, read the model states as a torch file"
+        raise Refused([Finding("missing-file", str(root), cause, fix)])
 
     def prepare(self, x: FileTarget, keys: tuple[KeySpec, ...]) -> Described:
         """Lay out the files of all ranks; raises `Refused` with everything that cannot be so written."""
-        writing = Writing(x, keys)
+        kind = x.layout.kind if x.layout is not None else ""
+        writing = Writing0(x, keys) if kind == "zero0" else Writing(x, keys)
         made = Making(Path(x.path))
         rows = writing.laid.into(made)
         x.made = (writing, made)
@@ -83,181 +77,3 @@ class DeepSpeedDir(Format):
         writing, made = x.made
         writing.seal(made, scalars, aux)
         return outcomes_of(aux, "a DeepSpeed checkpoint")
-
-
-class _Reading:
-    """One pass over the trees of a checkpoint."""
-
-    def __init__(self, folder: Folder) -> None:
-        self.folder = folder
-        self.files: Files = geometry.Files(str(folder.root))
-        self.specs: dict[Key, KeySpec] = {}
-        self.scalars: dict[str, dict[str, int | float]] = {}
-        self.ranks = len(folder.optim_names)
-        self.states = [optimizer_states(file) for file in folder.optim]
-        self.module: dict[str, Any] = folder.common["module"] or {}
-        self.stage = 3 if any("fp32_flat_groups" in s for s in self.states) else 2
-        names = folder.common.get("buffer_names")
-        self.buffer_names = set(names) if isinstance(names, list) else set()
-        self.aliases = aliases_of(folder.common)
-        self.tied = {alias for own in self.aliases.values() for alias in own}
-        params = [n for n in self.module if n not in self.buffer_names and n not in self.tied]
-        self.order = {name: i for i, name in enumerate(params)}
-
-    def described(self) -> Described:
-        """All of it; raises `Refused` with every finding."""
-        if not self.ranks:
-            cause = "has no optimizer states: it was written without ZeRO (stage 0)"
-            fix = "this is not read yet"
-            raise Refused([Finding("unsupported-stage", str(self.folder.root), cause, fix)])
-        groups = groups_of(self.folder.common)
-        if not any(groups):
-            cause = "does not say its parameters' shapes"
-            fix = "it was written by a DeepSpeed before 0.4, or of weights only"
-            raise Refused([Finding("bad-file", self.folder.model[0].path, cause, fix)])
-        optimizer = self._zero3(groups) if self.stage == 3 else self._zero12(groups)
-        self._frozen()
-        self._module()
-        findings = self.files.findings
-        if findings:
-            raise Refused(findings)
-        scaler = self.states[0].get("loss_scaler")
-        aux = (*optimizer, *aux_items(self.folder.common, scaler))
-        files = {file_endpoint(name): tuple(rows) for name, rows in self.files.rows.items()}
-        specs = tuple(self.specs.values())
-        return Described(specs, (), self.files.buffers, self.scalars, aux, files=files)
-
-    def _spec(self, key: Key, shape: tuple[int, ...], dtype: str, group: int, **more: Any) -> None:
-        aliases = self.aliases.get(key.name, ())
-        order = self.order.get(key.name, len(self.order))
-        kind = "parameter" if key.slot in {"param", "compute"} else "state"
-        spec = KeySpec(key, shape, dtype, kind=kind, order=order, group=group, aliases=aliases)  # type: ignore[arg-type]
-        self.specs.setdefault(key, replace(spec, **more))
-
-    def _flats(self) -> list[list[Any]]:
-        """The fp32 flats of each rank."""
-        name = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
-        return [list(states.get(name) or ()) for states in self.states]
-
-    def _base(self, states: Mapping[str, Any]) -> tuple[Mapping[Any, Any], list[Any]]:
-        """The torch optimizer's own state and groups."""
-        name = "optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"
-        base = states.get(name)
-        if not isinstance(base, dict):
-            return {}, []
-        return base.get("state") or {}, base.get("param_groups") or []
-
-    def _zero12(self, groups: Sequence[Shapes]) -> list[AuxItem]:
-        # The list is in the order of the flats, which round_robin_gradients has changed already.
-        pieces = list(geometry.flat_pieces(groups, self.ranks, self._between()))
-        number_of = {name: i for i, own in enumerate(groups) for name in own}
-        self._place(groups, pieces)
-        _, param_groups = self._base(self.states[0])
-        return self._groups(groups, number_of, param_groups)
-
-    def _between(self) -> int:
-        """What each parameter's start is a multiple of: 1 unless the config says."""
-        return int(self.folder.option("parameter_alignment", 1) or 1)
-
-    def _zero3(self, groups: Sequence[Shapes]) -> list[AuxItem]:
-        flats = self._flats()
-        sizes = [flat.storage.numel for flat in flats[0] if isinstance(flat, StoredTensor)]
-        pieces, where, lost = geometry.shard_pieces(groups, self.ranks, sizes)
-        for name in lost:
-            cause = f"no flat of sizes {sizes} has room for it"
-            self.files.findings.append(Finding("geometry", name, cause))
-        self._place(groups, pieces)
-        _, param_groups = self._base(self.states[0])
-        number_of: dict[str, int] = {}
-        for i, group in enumerate(param_groups):
-            for flat in group.get("params", ()):
-                number_of |= {name: i for name, at in where.items() if at == flat}
-        found: list[Shapes] = [{} for _ in param_groups]
-        for own in groups:
-            for name, shape in own.items():
-                found[number_of.get(name, 0)][name] = shape
-        return self._groups(found, number_of, param_groups)
-
-    def _place(self, groups: Sequence[Shapes], pieces: Iterable[geometry.Piece]) -> None:
-        """Rows of masters and of every state that has the flat's size; steps of the others."""
-        shapes = {name: shape for own in groups for name, shape in own.items()}
-        flats = self._flats()
-        bases = [self._base(states)[0] for states in self.states]
-        empty = [name for name, shape in shapes.items() if not all(shape)]
-        dtype = next((f.dtype for own in flats for f in own), "float32")
-        for name in empty:
-            self._spec(Key(name, "param"), shapes[name], dtype, 0)
-        for piece in pieces:
-            file = self.folder.optim[piece.rank]
-            own = flats[piece.rank]
-            if piece.flat >= len(own) or not isinstance(own[piece.flat], StoredTensor):
-                where = f"{piece.name} in {file.path}"
-                self.files.findings.append(Finding("geometry", where, "its flat is missing"))
-                continue
-            tensors = {"param": own[piece.flat]}
-            state = bases[piece.rank].get(piece.flat)
-            for slot, value in state.items() if isinstance(state, dict) else ():
-                if isinstance(value, StoredTensor) and len(value.shape) == 1:  # padding may be off
-                    tensors[str(slot)] = value
-                elif (found := number(value, file)) is not None:
-                    self.scalars.setdefault(piece.name, {})[str(slot)] = found
-            for slot, tensor in tensors.items():
-                key = Key(piece.name, slot)
-                self._spec(key, shapes[piece.name], tensor.dtype, 0)
-                place = (piece.start, piece.stop, piece.at)
-                self.files.span(key, shapes[piece.name], place, file, tensor)
-
-    def _groups(
-        self, groups: Sequence[Shapes], number_of: Mapping[str, int], param_groups: Sequence[Any]
-    ) -> list[AuxItem]:
-        """The hyperparameters by name; and every spec gets its group."""
-        for key, spec in self.specs.items():
-            self.specs[key] = replace(spec, group=number_of.get(key.name, 0))
-        slots = {key.slot for key in self.specs} - {"param", "compute", "buffer"}
-        family = {
-            frozenset({"exp_avg", "exp_avg_sq"}): "Adam",
-            frozenset({"momentum_buffer"}): "SGD",
-            frozenset({"exp_avg"}): "Lion",
-        }.get(frozenset(slots))
-        items = [hyper_item(groups, param_groups)] if param_groups else []
-        return [*items, *([AuxItem("optimizer", family)] if family else [])]
-
-    def _frozen(self) -> None:
-        shapes = geometry.shapes_of(self.folder.common.get("frozen_param_shapes"))
-        for rank, file in enumerate(self.folder.model):
-            fragments = file.tree.get("frozen_param_fragments") or {}
-            for name, tensor in fragments.items():
-                if not isinstance(tensor, StoredTensor) or name not in shapes:
-                    continue
-                key, shape = Key(name, "param"), shapes[name]
-                self._spec(key, shape, tensor.dtype, -1, trainable=False)
-                if self.stage < 3:
-                    self.files.whole(key, file, tensor)
-                    continue
-                start, stop = geometry.shard(prod(shape), len(self.folder.model), rank)
-                if start < stop:
-                    self.files.span(key, shape, (start, stop, 0), file, tensor)
-
-    def _module(self) -> None:
-        """Buffers, and below stage 3 the copies that training computes with."""
-        for rank, file in enumerate(self.folder.model):
-            for name, tensor in (file.tree.get("module") or {}).items():
-                if not isinstance(tensor, StoredTensor) or name in self.tied:
-                    continue
-                if name in self.buffer_names:
-                    key = Key(name, "buffer")
-                    spec = KeySpec(key, tensor.shape, tensor.dtype, kind="buffer", trainable=False)
-                    self.specs.setdefault(key, spec)
-                    self.files.whole(key, file, tensor)
-                elif self.stage < 3 and not rank:
-                    self._weight(str(name), file, tensor)
-
-    def _weight(self, name: str, file: TorchFile, tensor: StoredTensor) -> None:
-        master = self.specs.get(Key(name, "param"))
-        if master is None:  # frozen, and written by a version that does not list what is frozen
-            self._spec(Key(name, "param"), tensor.shape, tensor.dtype, -1, trainable=False)
-            self.files.whole(Key(name, "param"), file, tensor)
-        elif master.trainable:
-            key = Key(name, "compute")
-            self._spec(key, tensor.shape, tensor.dtype, master.group, derived=True)
-            self.files.whole(key, file, tensor)

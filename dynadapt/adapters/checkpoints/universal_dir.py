@@ -242,7 +242,7 @@ def _read(root: Path) -> Described:
     ]
     if files.findings:
         raise Refused(files.findings)
-    aux = [*_optimizer(root, groups), *aux_items(common, None)]
+    aux = [*_optimizer(root, groups), *aux_items(common)]
     rows = {file_endpoint(path): tuple(own) for path, own in files.rows.items()}
     return Described(tuple(specs.values()), (), files.buffers, scalars, tuple(aux), files=rows)
 
