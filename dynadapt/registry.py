@@ -112,6 +112,7 @@ _FORMATS = (
     Entry("universal", "dynadapt.adapters.checkpoints.universal_dir:UniversalDir", ()),
     Entry("deepspeed", "dynadapt.adapters.checkpoints.deepspeed_dir:DeepSpeedDir", ()),
     Entry("safetensors", "dynadapt.adapters.checkpoints.safetensors_dir:SafetensorsDir", ()),
+    Entry("torch", "dynadapt.adapters.checkpoints.torch_files:TorchFiles", ()),
 )
 """Checkpoint formats, the most specific first. Their modules need no framework, so each is asked itself."""
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
 
 from dynadapt.vps.keys import Key, KeySpec
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Mapping
 
-__all__ = ["looks_like_buffer", "natural", "tensor_spec"]
+__all__ = ["as_asked", "looks_like_buffer", "natural", "tensor_spec"]
 
 _BUFFERS = re.compile(
     r"(?:^|\.)(?:running_mean|running_var|num_batches_tracked|inv_freq|original_inv_freq"
@@ -59,3 +61,12 @@ def natural(name: str) -> tuple[tuple[int, int | str], ...]:
     """
     parts = re.split(r"(\d+)", name)
     return tuple((0, int(p)) if p.isdecimal() else (1, p) for p in parts)
+
+
+def as_asked(spec: KeySpec, options: Mapping[str, Any]) -> KeySpec:
+    """With `options["dtype"]`, floats have that dtype, but for names that match `keep_dtype`."""
+    dtype = options.get("dtype")
+    kept = any(fnmatchcase(spec.key.name, glob) for glob in options.get("keep_dtype", ()))
+    if dtype is None or kept or spec.dtype not in {"float16", "bfloat16", "float32", "float64"}:
+        return spec
+    return replace(spec, dtype=dtype)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -18,7 +19,16 @@ from dynadapt.errors import Finding, Refused
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["STORAGES", "Global", "Opaque", "Size", "Storage", "StoredTensor", "read_pickle"]
+__all__ = [
+    "STORAGES",
+    "Global",
+    "Opaque",
+    "Ordered",
+    "Size",
+    "Storage",
+    "StoredTensor",
+    "read_pickle",
+]
 
 #: Typed storages by their class name in torch.
 STORAGES = {
@@ -179,9 +189,18 @@ def _set(values: Any = ()) -> set[Any]:
     return set(values)
 
 
-def _ordered(pairs: Any = ()) -> dict[Any, Any]:
-    """Dicts keep their order since; writing them as such loads everywhere."""
-    return dict(pairs)
+class Ordered(dict):  # type: ignore[type-arg]
+    """An `OrderedDict`, with the attributes that were set on it: a module's state dict has `_metadata`.
+
+    >>> Ordered({"a": 1}) == {"a": 1}, Ordered({}, {"_metadata": {}}).attributes
+    (True, {'_metadata': {}})
+    """
+
+    __slots__ = ("attributes",)
+
+    def __init__(self, pairs: Any = (), attributes: dict[str, Any] | None = None) -> None:
+        super().__init__(pairs)
+        self.attributes = attributes or {}
 
 
 class Size(tuple):  # type: ignore[type-arg]
@@ -196,7 +215,8 @@ _KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch._tensor", "_rebuild_from_type_v2"): _from_type,
     ("torch", "Size"): Size,
-    ("collections", "OrderedDict"): _ordered,
+    ("collections", "OrderedDict"): Ordered,
+    ("collections", "Counter"): Counter,
     ("_codecs", "encode"): _encode,
     ("builtins", "set"): _set,
     ("__builtin__", "set"): _set,
@@ -257,7 +277,9 @@ class _Reader(pickle._Unpickler):
         made = self.stack[-1]  # type: ignore[attr-defined]
         if isinstance(made, Opaque):
             made.state = state
-        # What is known has no state of its own (an OrderedDict's attributes are torch's `_metadata`).
+        elif isinstance(made, Ordered) and isinstance(state, dict):
+            made.attributes = state
+        # Nothing else that is known has a state of its own.
 
     def _refused(self) -> None:
         raise pickle.UnpicklingError("an opcode that no checkpoint needs")

@@ -14,6 +14,7 @@ from dynadapt.adapters.checkpoints._pickle import (
     STORAGES,
     Global,
     Opaque,
+    Ordered,
     Size,
     Storage,
     StoredTensor,
@@ -100,6 +101,13 @@ class _Writer(pickle._Pickler):
     def _size(self, obj: Size) -> None:
         self._call(_SIZE, (tuple(obj),), obj)
 
+    def _ordered(self, obj: Ordered) -> None:
+        self._call(_ORDERED, (), obj)
+        self._batch_setitems(obj.items())  # type: ignore[attr-defined]
+        if obj.attributes:
+            self.save(obj.attributes)  # type: ignore[attr-defined]
+            self.write(pickle.BUILD)  # type: ignore[attr-defined]
+
     def _opaque(self, obj: Opaque) -> None:
         self.save(obj.made_by)  # type: ignore[attr-defined]
         if obj.kwargs:
@@ -119,6 +127,7 @@ class _Writer(pickle._Pickler):
         Global: _global,
         StoredTensor: _tensor,
         Opaque: _opaque,
+        Ordered: _ordered,
         Size: _size,
     }
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.adapters.checkpoints._format import Format
+from dynadapt.adapters.checkpoints._hf_index import broken_promises, weight_map
 from dynadapt.adapters.checkpoints._making import Making
-from dynadapt.adapters.checkpoints._names import natural, tensor_spec
+from dynadapt.adapters.checkpoints._names import as_asked, natural, tensor_spec
 from dynadapt.errors import Finding, Refused
 from dynadapt.files import FileBuffer, mapped
 from dynadapt.protocols import Described, FileTarget, Outcome, alone
@@ -112,7 +112,7 @@ class SafetensorsDir(Format):
         """Lay out the files, of at most `options["max_shard_size"]` bytes each."""
         held = [k for k in keys if k.moves or not k.numel]
         kept = [k for k in held if k.kind in {"parameter", "buffer"} and k.key.slot != "compute"]
-        kept = [_as_asked(k, x.options) for k in kept]
+        kept = [as_asked(k, x.options) for k in kept]
         findings = [
             Finding("dtype", str(k.key), f"safetensors has no {k.dtype}")
             for k in kept
@@ -159,16 +159,7 @@ class SafetensorsDir(Format):
 
 def _files(path: Path) -> list[str]:
     if (path / INDEX).is_file():
-        try:
-            named = set(json.loads((path / INDEX).read_bytes())["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            cause = f"is no index of safetensors files: {error!r}"[:200]
-            raise Refused([Finding("bad-file", str(path / INDEX), cause)]) from error
-        bad = [n for n in named if not isinstance(n, str) or Path(n).name != n or n in {"", "."}]
-        if bad:
-            cause = f"names a file outside its folder: {bad[0]!r}"[:200]
-            raise Refused([Finding("path-traversal", str(path / INDEX), cause)])
-        return sorted(named)
+        return sorted(set(weight_map(path / INDEX).values()))
     return sorted(p.name for p in path.glob("*.safetensors")) if path.is_dir() else []
 
 
@@ -176,12 +167,7 @@ def _missing(root: Path, names: Sequence[str], found: Mapping[str, str]) -> list
     """What the index promises and no file holds."""
     if not (root / INDEX).is_file() or len(names) == 1:
         return []
-    promised = json.loads((root / INDEX).read_bytes())["weight_map"]
-    return [
-        Finding("missing-key", tensor, f"the index puts it into {name}, which does not hold it")
-        for tensor, name in sorted(promised.items())
-        if found.get(tensor) != name
-    ]
+    return broken_promises(weight_map(root / INDEX), found)
 
 
 Entries = dict[str, tuple[str, tuple[int, ...], int]]
@@ -222,15 +208,6 @@ def read_header(path: str) -> tuple[Entries, frozenset[str] | None]:
 
 def _row(spec: KeySpec, buffer: str) -> Row:
     return Row(spec.key, Box.whole(spec.shape), buffer, 0, row_major_strides(spec.shape))
-
-
-def _as_asked(spec: KeySpec, options: Mapping[str, Any]) -> KeySpec:
-    """With `options["dtype"]`, floats have that dtype, but for names that match `keep_dtype`."""
-    dtype = options.get("dtype")
-    kept = any(fnmatchcase(spec.key.name, glob) for glob in options.get("keep_dtype", ()))
-    if dtype is None or kept or spec.dtype not in {"float16", "bfloat16", "float32", "float64"}:
-        return spec
-    return replace(spec, dtype=dtype)
 
 
 def _shards(specs: Sequence[KeySpec], most: int) -> list[list[KeySpec]]:

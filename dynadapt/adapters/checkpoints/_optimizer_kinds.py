@@ -1,0 +1,73 @@
+"""Which optimizer a param group belongs to, by its entries: state dicts do not name the class."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["FACTORED", "SCALARS", "family_of", "slots_of"]
+
+#: Entries of a state that are a number to their optimizer, whatever the parameter's shape.
+SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
+
+#: Adafactor's slots, which have not their parameter's shape.
+FACTORED = frozenset({"row_var", "col_var", "variance"})
+
+_BY_ENTRY = (
+    ("ns_coefficients", "Muon"),
+    ("beta2_decay", "Adafactor"),
+    ("momentum_decay", "NAdam"),
+    ("amsgrad", "Adam"),
+    ("bias_correction", "Adam"),
+    ("nesterov", "SGD"),
+    ("centered", "RMSprop"),
+    ("lr_decay", "Adagrad"),
+    ("rho", "Adadelta"),
+)
+
+
+def family_of(group: Mapping[str, Any]) -> str | None:
+    """The update rule whose entries these are, by torch's class; None if they are nobody's alone.
+
+    >>> family_of({"lr": 0.1, "amsgrad": False}), family_of({"lr": 0.1})
+    ('Adam', None)
+    """
+    for entry, family in _BY_ENTRY:
+        if entry in group:
+            return family
+    if "betas" not in group:
+        return None
+    if "eps" not in group:
+        return "Lion"
+    return "RAdam" if "decoupled_weight_decay" in group else "Adamax"
+
+
+def slots_of(group: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """The state tensors of a parameter that was trained in the group, with their shapes.
+
+    Empty where the optimizer has none, or is not known.
+
+    >>> slots_of({"momentum": 0.9, "nesterov": False}, (2,)), slots_of({"lr": 0.1}, (2,))
+    ({'momentum_buffer': (2,)}, {})
+    """
+    family = family_of(group) or ""
+    if family == "Adafactor" and len(shape) > 1:
+        return {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
+    momentum = ("momentum_buffer",) if group.get("momentum") else ()
+    adam = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group.get("amsgrad") else ()))
+    slots = {
+        "Adam": adam,
+        "NAdam": adam,
+        "RAdam": adam,
+        "RMSprop": ("square_avg", *momentum, *(("grad_avg",) if group.get("centered") else ())),
+        "SGD": momentum,
+        "Muon": ("momentum_buffer",),
+        "Adafactor": ("variance",),
+        "Adagrad": ("sum",),
+        "Adadelta": ("square_avg", "acc_delta"),
+        "Adamax": ("exp_avg", "exp_inf"),
+        "Lion": ("exp_avg",),
+    }
+    return dict.fromkeys(slots.get(family, ()), shape)

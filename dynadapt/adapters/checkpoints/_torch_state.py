@@ -1,0 +1,376 @@
+"""State dicts of modules and optimizers in torch files, key by key.
+
+The forms are those of `torch.nn.Module.state_dict` and `torch.optim.Optimizer.state_dict`, the latter with
+its parameters by number, as torch has them, or by name, as FSDP gathers them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from dynadapt.adapters._hyper import NOT_HYPER
+from dynadapt.adapters.checkpoints._deepspeed_files import number
+from dynadapt.adapters.checkpoints._names import tensor_spec
+from dynadapt.adapters.checkpoints._optimizer_kinds import FACTORED, SCALARS, family_of, slots_of
+from dynadapt.adapters.checkpoints._optimizer_names import dealt
+from dynadapt.adapters.checkpoints._pickle import Ordered, StoredTensor
+from dynadapt.adapters.checkpoints._plain import lowered
+from dynadapt.adapters.checkpoints._rows import Files
+from dynadapt.errors import Finding, Refused
+from dynadapt.protocols import AuxItem, Described
+from dynadapt.vps.keys import Key, KeySpec, canonical_name
+from dynadapt.vps.layout import file_endpoint
+from dynadapt.vps.wire import encodable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from dynadapt.adapters.checkpoints._optimizer_names import Shape
+    from dynadapt.adapters.checkpoints._torch_file import TorchFile
+
+__all__ = ["BUFFERS", "EXTRA_STATE", "NAMES", "PLAIN", "StateDicts"]
+
+BUFFERS = "_buffer_names"
+"""Beside `_metadata` on a module's state dict: the names that are buffers, which it does not say."""
+
+NAMES = "param_names"
+"""In an optimizer's state dict: for each group the list of its members' names, which it does not say."""
+
+EXTRA_STATE = "_extra_state"
+
+SLOTS = frozenset({"param", "buffer"})
+
+PLAIN = "plain numbers"
+"""The aux item that lists the scalars which the optimizer keeps as Python numbers, not as tensors."""
+
+
+class StateDicts:
+    """What state dicts hold, as they are read one after another: first the model's, then the rest."""
+
+    def __init__(self, root: str) -> None:
+        self.files = Files(root)
+        self.specs: dict[Key, KeySpec] = {}
+        self.scalars: dict[str, dict[str, int | float]] = {}
+        self.aux: list[AuxItem] = []
+        self._canonical: dict[str, str] = {}
+        self._slots: dict[str, set[str]] = {}
+
+    def described(self) -> Described:
+        """All of it; raises `Refused` with every finding."""
+        if self.files.findings:
+            raise Refused(self.files.findings)
+        rows = {file_endpoint(name): tuple(own) for name, own in self.files.rows.items()}
+        specs, aux = tuple(self.specs.values()), tuple(self.aux)
+        return Described(specs, (), self.files.buffers, self.scalars, aux, files=rows)
+
+    def put(self, spec: KeySpec, file: TorchFile, tensor: StoredTensor) -> None:
+        """A key whose whole tensor lies in a file."""
+        self.specs[spec.key] = spec
+        try:
+            self.files.whole(spec.key, file, tensor)
+        except Refused as error:
+            self.files.findings += error.findings
+
+    def model(self, parts: Iterable[tuple[TorchFile, Mapping[str, Any]]]) -> None:
+        """A module's state dict, in one file or several."""
+        parts = list(parts)
+        entries = [
+            (str(name), file, value)
+            for file, tree in parts
+            for name, value in tree.items()
+            if isinstance(value, StoredTensor) and not str(name).endswith(EXTRA_STATE)
+        ]
+        buffers = _buffers(parts, entries)
+        names = canonical_names([name for name, _, _ in entries])
+        tied: dict[tuple[Any, ...], list[str]] = {}
+        for raw, file, value in entries:
+            tied.setdefault(_place(raw, file, value), []).append(names[raw])
+        taken = set()
+        for raw, file, value in entries:
+            first, *others = sorted(tied[_place(raw, file, value)])
+            self._canonical[names[raw]] = first
+            if first in taken:
+                continue
+            taken.add(first)
+            held = None if buffers is None else ({first} if raw in buffers else ())
+            order, dtype = len(self.specs), value.dtype
+            spec = tensor_spec(first, value.shape, dtype, order, buffers=held, aliases=others)
+            self.put(spec, file, value)
+        for file, tree in parts:
+            self._module_extras(file, tree)
+
+    def _module_extras(self, file: TorchFile, tree: Mapping[str, Any]) -> None:
+        """What modules return from `get_extra_state`, as the live adapters carry it."""
+        for name, value in tree.items():
+            if str(name).endswith(EXTRA_STATE):
+                module = canonical_name(str(name)).removesuffix(EXTRA_STATE).rstrip(".")
+                self.value(f"user/extra state of {module or 'model'}", value, file)
+
+    def value(self, path: str, value: Any, file: TorchFile) -> None:
+        """An aux item; what cannot be carried is named, so that a conversion can say that it is lost."""
+        plain = lowered(value, file)
+        if encodable(plain):
+            self.aux.append(AuxItem(path, plain))
+        else:
+            self.aux.append(AuxItem(f"opaque/{path}", str(type(value).__name__)))
+
+    def extra(self, label: str, file: TorchFile, tree: Mapping[str, Any]) -> None:
+        """Copies of the model's tensors under a label: an EMA."""
+        for raw, value in tree.items():
+            name = self.name(str(raw))
+            base = self._of(name)
+            key = Key(name, f"extra:{label}")
+            spec = replace(base, key=key, dtype=value.dtype, kind="state", group=-1)
+            self.put(spec, file, value)
+
+    def is_copy(self, tree: Any) -> bool:
+        """Whether a value is a dict of tensors which the model has, too."""
+        return (
+            isinstance(tree, dict)
+            and bool(tree)
+            and all(
+                isinstance(value, StoredTensor)
+                and isinstance(raw, str)
+                and (base := self._find(self.name(raw))) is not None
+                and base.shape == value.shape
+                for raw, value in tree.items()
+            )
+        )
+
+    def name(self, raw: str) -> str:
+        """The canonical name of a tensor that a state dict calls `raw`."""
+        name = canonical_name(raw)
+        return self._canonical.get(raw, self._canonical.get(name, name))
+
+    def _find(self, name: str) -> KeySpec | None:
+        return self.specs.get(Key(name, "param")) or self.specs.get(Key(name, "buffer"))
+
+    def _of(self, name: str) -> KeySpec:
+        found = self._find(name)
+        assert found is not None, name
+        return found
+
+    def optimizer(
+        self,
+        file: TorchFile,
+        tree: Mapping[str, Any],
+        *,
+        order: Sequence[str] = (),
+        ordered: bool = True,
+    ) -> None:
+        """An optimizer's state dict. `order` are the model's names, if its state dict is not `ordered`."""
+        groups, state = tree.get("param_groups"), tree.get("state")
+        if not isinstance(state, dict) or not _are_groups(groups):
+            cause = "holds no optimizer's state dict, with 'state' and 'param_groups'"
+            raise Refused([Finding("bad-file", file.path, cause)])
+        assert isinstance(groups, list)
+        numbers = [list(group["params"]) for group in groups]
+        names = self._names(file, tree, numbers, order, ordered)
+        known = {
+            n: name
+            for ids, own in zip(numbers, names, strict=True)
+            for n, name in zip(ids, own, strict=True)
+        }
+        lost = [str(n) for n in state if n not in known]
+        if lost:
+            cause = f"has a state of {lost[0]!r}, which is in none of its groups"
+            self.files.findings.append(Finding("bad-file", file.path, cause))
+        members = [(name, index) for index, own in enumerate(names) for name in own]
+        self._enrol(dict(members))
+        for id_, name in known.items():
+            self._state(name, state.get(id_) or {}, file)
+        hypers = [_hyper(group, file) for group in groups]
+        self._absent(names, hypers)
+        families = {family_of(group) for group in hypers}
+        if len(families) == 1 and (family := families.pop()) is not None:
+            self.aux.append(AuxItem("optimizer", family))
+        plain = {
+            str(label)
+            for entry in state.values()
+            for label, value in entry.items()
+            if isinstance(value, int | float)
+        }
+        if plain:
+            self.aux.append(AuxItem(PLAIN, sorted(plain)))
+        value = [
+            {"names": own, "hyper": {k: v for k, v in hyper.items() if k not in NOT_HYPER}}
+            for own, hyper in zip(names, hypers, strict=True)
+        ]
+        self.aux.append(AuxItem("param_groups", value))
+
+    def _names(
+        self,
+        file: TorchFile,
+        tree: Mapping[str, Any],
+        numbers: Sequence[Sequence[Any]],
+        order: Sequence[str],
+        ordered: bool,
+    ) -> list[list[str]]:
+        """The canonical names of each group's members."""
+        told: Any = tree.get(NAMES) or [group.get(NAMES) for group in tree["param_groups"]]
+        if all(isinstance(id_, str) for own in numbers for id_ in own):
+            told = numbers
+        if _are_names(told, numbers):
+            names = [[self.name(name) for name in own] for own in told]
+            lost = [name for own in names for name in own if self._find(name) is None]
+            if lost:
+                cause = (
+                    f"the model's state dict does not hold it, and {file.path} has it in a group"
+                )
+                raise Refused([Finding("missing-key", lost[0], cause)])
+            return names
+        params = [s for s in self.specs.values() if s.key.slot == "param"]
+        if order:
+            place = {self.name(name): i for i, name in reversed(list(enumerate(order)))}
+            params = sorted(
+                (s for s in params if s.key.name in place), key=lambda s: place[s.key.name]
+            )
+            ordered = True
+        state = tree["state"]
+        shapes = [[_shape_of(state.get(id_)) for id_ in own] for own in numbers]
+        named = [(spec.key.name, spec.shape) for spec in params]
+        try:
+            return dealt(shapes, named, file.path, ordered=ordered)
+        except Refused as error:
+            every = [s for s in self.specs.values() if "float" in s.dtype and s.key.slot in SLOTS]
+            if error.reason != "bad-file" or order or len(every) == len(params):
+                raise
+        # What was taken for a buffer by its name may be a parameter.
+        named = [(spec.key.name, spec.shape) for spec in every]
+        return dealt(shapes, named, file.path, ordered=ordered)
+
+    def _enrol(self, group_of: Mapping[str, int]) -> None:
+        """What is in the optimizer is a parameter; what is not is not trained."""
+        for spec in list(self.specs.values()):
+            name = spec.key.name
+            if name in group_of and spec.key.slot == "buffer":
+                del self.specs[spec.key]
+                self._rename(spec.key, Key(name, "param"))
+                spec = replace(spec, key=Key(name, "param"), kind="parameter")
+            if spec.key.slot == "param":
+                group = group_of.get(name, -1)
+                self.specs[spec.key] = replace(spec, group=group, trainable=group >= 0)
+
+    def _rename(self, old: Key, new: Key) -> None:
+        for rows in self.files.rows.values():
+            rows[:] = [replace(row, key=new) if row.key == old else row for row in rows]
+
+    def _state(self, name: str, entry: Mapping[str, Any], file: TorchFile) -> None:
+        base = self._of(name)
+        for label, value in entry.items():
+            if value is None:
+                continue
+            if isinstance(value, StoredTensor) and not _is_scalar(str(label), value, base.shape):
+                key = Key(name, str(label))
+                spec = replace(base, key=key, shape=value.shape, dtype=value.dtype, kind="state")
+                self.put(spec, file, value)
+                self._slots.setdefault(name, set()).add(key.slot)
+            elif (found := number(value, file)) is not None:
+                whole = label == "step" and float(found).is_integer()
+                self.scalars.setdefault(name, {})[str(label)] = int(found) if whole else found
+            else:
+                cause = f"the optimizer keeps a {type(value).__name__} there"
+                fix = "only tensors and numbers can be moved"
+                self.files.findings.append(
+                    Finding("unsupported-state", f"{name}/{label}", cause, fix)
+                )
+
+    def _absent(self, names: Sequence[Sequence[str]], hypers: Sequence[Mapping[str, Any]]) -> None:
+        """The states that members were never given, since no gradient reached them."""
+        for own, hyper in zip(names, hypers, strict=True):
+            for name in own:
+                base = self._of(name)
+                slots = slots_of(hyper, base.shape)
+                if not self._slots.get(name, set()) <= slots.keys():
+                    continue  # an optimizer of the same entries, but another one
+                for slot, shape in slots.items():
+                    key = Key(name, slot)
+                    spec = replace(base, key=key, shape=shape, kind="state", presence="none")
+                    self.specs.setdefault(key, spec)
+
+
+def canonical_names(raws: Sequence[str]) -> dict[str, str]:
+    """Names without wrapper segments, unless two would become one.
+
+    >>> canonical_names(["module.a", "module.b", "b"])
+    {'module.a': 'a', 'module.b': 'module.b', 'b': 'b'}
+    """
+    names = {raw: canonical_name(raw) for raw in raws}
+    count = Counter(names.values())
+    return {raw: name if count[name] == 1 else raw for raw, name in names.items()}
+
+
+def _buffers(
+    parts: Sequence[tuple[TorchFile, Mapping[str, Any]]],
+    entries: Sequence[tuple[str, TorchFile, StoredTensor]],
+) -> frozenset[str] | None:
+    """The raw names of buffers, where the files say them; None: each name has to speak for itself."""
+    told = [
+        tree.attributes[BUFFERS]
+        for _, tree in parts
+        if isinstance(tree, Ordered) and isinstance(tree.attributes.get(BUFFERS), list)
+    ]
+    if told:
+        return frozenset(str(name) for own in told for name in own)
+    if any(value.parameter for _, _, value in entries):  # saved with keep_vars
+        return frozenset(raw for raw, _, value in entries if not value.parameter)
+    return None
+
+
+def _place(raw: str, file: TorchFile, value: StoredTensor) -> tuple[Any, ...]:
+    """Equal for the names of one tensor."""
+    if not all(value.shape):
+        return (raw,)
+    return (file.path, value.storage.name, value.offset, value.dtype, value.shape, value.strides)
+
+
+def _are_groups(groups: Any) -> bool:
+    return isinstance(groups, list) and all(
+        isinstance(group, dict)
+        and isinstance(group.get("params"), list)
+        and all(type(id_) in (int, str) for id_ in group["params"])
+        for group in groups
+    )
+
+
+def _are_names(told: Any, numbers: Sequence[Sequence[Any]]) -> bool:
+    """Whether these are names for all members of all groups."""
+    return (
+        isinstance(told, list)
+        and len(told) == len(numbers)
+        and all(
+            isinstance(own, list) and len(own) == len(ids)
+            for own, ids in zip(told, numbers, strict=True)
+        )
+        and all(isinstance(name, str) for own in told for name in own)
+    )
+
+
+def _is_scalar(label: str, value: StoredTensor, shape: Shape) -> bool:
+    if label in SCALARS:
+        return True
+    return label not in FACTORED and prod(value.shape) == 1 and value.shape != shape
+
+
+def _shape_of(entry: Any) -> Shape | None:
+    """The shape of the parameter whose state this is, as far as the state tells."""
+    entry = entry if isinstance(entry, dict) else {}
+    tensors = {k: v for k, v in entry.items() if isinstance(v, StoredTensor) and k not in SCALARS}
+    row, column = tensors.get("row_var"), tensors.get("col_var")
+    if row is not None and column is not None and row.shape and column.shape:
+        return (*row.shape[:-1], column.shape[-1])
+    shapes = [tensor.shape for tensor in tensors.values()]
+    return max(shapes, key=lambda shape: (len(shape), prod(shape)), default=None)
+
+
+def _hyper(group: Mapping[str, Any], file: TorchFile) -> dict[str, Any]:
+    """A group's entries but for its members; tensors of one element are numbers."""
+    found = {}
+    for name, value in group.items():
+        plain = number(value, file) if isinstance(value, StoredTensor) else value
+        if name not in {"params", NAMES} and encodable(plain):
+            found[str(name)] = plain
+    return found
