@@ -22,6 +22,8 @@ CASES = [
     ("zero3-bf16", 4, "zero2:dp=2", "zero2-bf16", 2),
     ("zero2-bf16", 4, "zero3:dp=2,sub_group_size=100", "zero3-bf16", 2),
     ("zero1rr-fp32", 4, "zero1:dp=2", "zero1-fp32", 2),
+    ("zero1rr-fp32", 2, "zero1:dp=4", "zero1-fp32", 4),
+    ("zero2-bf16", 2, "zero2:dp=2,round_robin=true", "zero2rr-bf16", 2),
     ("zero1acc-bf16", 2, "zero3:dp=4,sub_group_size=100", "zero3-bf16", 4),
     ("zero2-fp16", 2, "zero3:dp=2,sub_group_size=100", "zero3-fp16", 2),
     ("zero0-bf16", 2, "zero1:dp=4", "zero1-bf16", 4),

@@ -20,10 +20,12 @@ __all__ = [
     "Files",
     "Piece",
     "Shapes",
+    "dealt",
     "flat_pieces",
     "shapes_of",
     "shard",
     "shard_pieces",
+    "undealt",
 ]
 
 Shapes = dict[str, tuple[int, ...]]
@@ -51,6 +53,31 @@ def flat_pieces(groups: Sequence[Shapes], ranks: int, between: int = 1) -> Itera
             for i, name in enumerate(shapes):
                 if start[i] < stop[i]:
                     yield Piece(name, rank, number, int(start[i]), int(stop[i]), int(at[i]))
+
+
+def dealt(shapes: Shapes, ranks: int) -> Shapes:
+    """The order of a flat under `round_robin_gradients`: a group's tensors are dealt to the ranks like cards.
+
+    >>> list(dealt({"a": (1,), "b": (1,), "c": (1,)}, 2))
+    ['a', 'c', 'b']
+    """
+    names = list(shapes)
+    return {names[at]: shapes[names[at]] for at in _turns(len(names), ranks)}
+
+
+def undealt(shapes: Shapes, ranks: int) -> Shapes:
+    """A group's own order out of that of its flat: the inverse of `dealt`.
+
+    >>> list(undealt({"a": (1,), "c": (1,), "b": (1,)}, 2))
+    ['a', 'b', 'c']
+    """
+    cards = dict(zip(_turns(len(shapes), ranks), shapes.items(), strict=True))
+    return dict(cards[at] for at in range(len(cards)))
+
+
+def _turns(count: int, ranks: int) -> list[int]:
+    """The cards in the order in which they lie in the hands, one rank after another."""
+    return sorted(range(count), key=lambda at: at % ranks)
 
 
 def shard(numel: int, ranks: int, rank: int) -> tuple[int, int]:

@@ -193,6 +193,8 @@ class Flats(Reading):
         number_of = {name: i for i, own in enumerate(groups) for name in own}
         self._place(groups, pieces)
         _, param_groups = self._base(self.states[0])
+        if self.folder.option("round_robin_gradients"):
+            groups = [geometry.undealt(own, self.ranks) for own in groups]
         return self._groups_item(groups, number_of, param_groups)
 
     def _between(self) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dynadapt.adapters.checkpoints import _deepspeed_trees as trees
 from dynadapt.adapters.checkpoints._deepspeed_geometry import (
     Piece,
+    dealt,
     flat_pieces,
     shard,
     shard_pieces,
@@ -53,7 +54,7 @@ class Writing:
         self.round_robin = self.stage < 3 and layout.flag("round_robin")
         self.groups = list(self.model.groups)
         if self.round_robin:
-            self.groups = [_dealt(own, self.ranks) for own in self.groups]
+            self.groups = [dealt(own, self.ranks) for own in self.groups]
         self.tag = str(x.options.get("tag") or TAG)
         self.laid = Laid()
         self._optimizer_files()
@@ -224,11 +225,3 @@ class Writing:
                 state = {"numel": piece.stop - piece.start, "start": piece.at}
                 found[piece.flat][piece.name] = Opaque(made_by, new=True, state=state)
         return found
-
-
-def _dealt(shapes: Shapes, ranks: int) -> Shapes:
-    """The order of a flat under round_robin_gradients: tensors are dealt to the ranks like cards."""
-    dealt = [name for name, shape in shapes.items() if all(shape)]
-    turn = {name: i % ranks for i, name in enumerate(dealt)}
-    names = sorted(dealt, key=turn.__getitem__)
-    return {name: shapes[name] for name in (*names, *(n for n in shapes if n not in turn))}

@@ -22,6 +22,7 @@ from dynadapt.adapters.checkpoints._deepspeed_files import (
     hyper_item,
     model_states,
     number,
+    options_of,
     outcomes_of,
 )
 from dynadapt.adapters.checkpoints._deepspeed_write import TAG
@@ -176,6 +177,9 @@ def _read(root: Path) -> Described:
     specs: dict[Key, KeySpec] = {}
     scalars: dict[str, dict[str, int | float]] = {}
     groups = groups_of(common)
+    zero = options_of(options_of(common, "ds_config"), "zero_optimization")
+    if zero.get("round_robin_gradients") and type(ranks := common.get("dp_world_size")) is int:
+        groups = [geometry.undealt(own, max(ranks, 1)) for own in groups]
     shapes = {name: shape for own in groups for name, shape in own.items()}
     aliases = aliases_of(common)
     module = common["module"] or {}
