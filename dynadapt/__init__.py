@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dynadapt.api import declare, describe, fingerprint, migrate, plan, simulate
+    from dynadapt.api import declare, describe, fingerprint, load, migrate, plan, simulate
     from dynadapt.elastic.checkpoint import Checkpoint
     from dynadapt.errors import DynadaptError, Finding, MigrationAborted, Refused
     from dynadapt.offline import convert, diff, open
@@ -27,6 +27,7 @@ __all__ = [
     "describe",
     "diff",
     "fingerprint",
+    "load",
     "migrate",
     "open",
     "plan",
@@ -47,6 +48,7 @@ _HOMES = {
     "describe": "dynadapt.api",
     "diff": "dynadapt.offline",
     "fingerprint": "dynadapt.api",
+    "load": "dynadapt.api",
     "migrate": "dynadapt.api",
     "open": "dynadapt.offline",
     "plan": "dynadapt.api",

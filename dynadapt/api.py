@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from dynadapt.vps.tensor_map import TensorMap
     from dynadapt.vps.tp_rules import TpRules
 
-__all__ = ["declare", "describe", "fingerprint", "migrate", "plan", "simulate"]
+__all__ = ["declare", "describe", "fingerprint", "load", "migrate", "plan", "simulate"]
 
 
 def _state(x: Any) -> Any:
@@ -221,6 +221,52 @@ def migrate(
     )
     here = session or current_session()
     return migration.migrate(here, _state(source), _state(target), settings, on_phase)
+
+
+def load(
+    live: Any,
+    path: str | os.PathLike[str],
+    *,
+    allow: Collection[str] = (),
+    narrow: Literal["if-exact", "allow", "refuse"] = "if-exact",
+    on_drift: Literal["error", "warn", "take-first"] = "error",
+    source_map: TensorMap | None = None,
+    target_map: TensorMap | None = None,
+    timeout: float | None = None,
+    on_phase: Callable[[str], None] | None = None,
+    session: Session | None = None,
+) -> MigrationReport:
+    """Put a checkpoint of any format and any number of ranks into a live job. All ranks call it.
+
+    `live` is a target as for `migrate`: a DeepSpeed engine, a module, or a `TrainState`, at a step boundary.
+    Every rank reads from the files what its own pieces need, straight into the framework's storage; all
+    ranks must see the same files (`files-differ`). Sums of the files and of the live state are compared
+    before the commit, and those of the files with their manifest, if they have one. Random streams are
+    left as they are.
+
+    Weights alone go into a job with an optimizer by `allow={"missing"}`, which keeps its own state.
+    The other arguments are those of `migrate`.
+
+    Raises `MigrationAborted`, the same on every rank, with the seat, the phase and all findings. Until bytes
+    move the job is as it was; after that it is a target that was half loaded, and is not to train on.
+
+    >>> import pathlib, tempfile, safetensors.torch, torch
+    >>> at = pathlib.Path(tempfile.mkdtemp()) / "model.safetensors"
+    >>> safetensors.torch.save_file({"weight": torch.ones(2, 3), "bias": torch.zeros(2)}, at)
+    >>> model = torch.nn.Linear(3, 2)
+    >>> load(model, at).bytes_read, model.weight.sum().item()
+    (32, 6.0)
+    """
+    settings = _settings(
+        narrow=narrow,
+        on_drift=on_drift,
+        allow=allow,
+        source_map=source_map,
+        target_map=target_map,
+        timeout=timeout,
+    )
+    here = session or current_session()
+    return migration.migrate(here, os.fspath(path), _state(live), settings, on_phase)
 
 
 def fingerprint(

@@ -44,6 +44,7 @@ def test_public_names() -> None:
         "describe",
         "diff",
         "fingerprint",
+        "load",
         "migrate",
         "open",
         "plan",

@@ -64,9 +64,13 @@ def certify(run: Run) -> str:
 
 
 def look_for_holders(run: Run) -> None:
-    """Warn of what still points at the source, on any seat. It never fails a migration."""
+    """Warn of what still points at the source, on any seat. It never fails a migration.
+
+    Nothing has to leave files, or a job that was written to some.
+    """
     mine: list[list[str]] = []
-    if run.x_source is not None and run.x_target is not None and not isinstance(run.x_source, str):
+    files = run.source.readers or run.target.readers
+    if run.x_source is not None and run.x_target is not None and not files:
         try:
             found = points_at_source(run.x_source, run.x_target)
         except Exception as error:
@@ -89,11 +93,15 @@ def totals(run: Run) -> dict[str, Any]:
             if row.key in derived
         )
     moved = run.moved
-    sums = np.array([moved.received, run.seat_plan.minimum, rebuilt, moved.copied], np.int64)
+    own = (moved.received, run.seat_plan.minimum, rebuilt, moved.copied, moved.read, moved.written)
+    sums = np.array(own, np.int64)
     most = np.array([moved.peak_staging, moved.chunks], np.int64)
     sums = run.control.combine("total", sums, np.add)
     most = run.control.combine("most", most, np.maximum)
-    names = ("bytes_moved", "bytes_minimum", "bytes_rebuilt", "bytes_resident")
+    names = (
+        *("bytes_moved", "bytes_minimum", "bytes_rebuilt", "bytes_resident"),
+        *("bytes_read", "bytes_written"),
+    )
     tops = ("staging_bytes", "chunks")
     return {
         **{name: int(v) for name, v in zip(names, sums, strict=True)},

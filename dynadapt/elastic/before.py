@@ -15,6 +15,7 @@ from dynadapt.elastic.deferred import Deferred
 from dynadapt.elastic.naming import Naming, Own, renamed
 from dynadapt.elastic.parked import Parked, Woken
 from dynadapt.elastic.release import cannot_undo, rounds_for, shared_with
+from dynadapt.elastic.seen import changed_since
 from dynadapt.elastic.side import unite
 from dynadapt.elastic.state import ballot, parked_findings, refuse
 from dynadapt.errors import Finding, Refused
@@ -100,7 +101,10 @@ def _prepare(run: Run) -> None:
     if run.target_adapter is not None and before is not None:
         run.preparing = True
         aux = {item.path: item for item in before.aux}
-        unlike = checks.optimizers_differ(run.source.aux, aux, run.settings.allow)
+        states = any(spec.kind == "state" for spec in run.source.layout.keys)
+        unlike = checks.optimizers_differ(
+            *(run.source.aux, aux, run.settings.allow), unsaid=states and bool(run.source.readers)
+        )
         deferred = Deferred() if run.settings.mode == "release" else None
         with deferred or nullcontext():
             run.own_target = run.target_adapter.prepare(run.x_target, run.wanted.keys)
@@ -209,6 +213,8 @@ def _count_source(run: Run) -> frozenset[Key]:
     storage = run.source_storage()
     compared = drift.compare("source", run.control, run.source, storage, wanted, run.workers())
     run.source_sums = compared.values
+    if isinstance(run.x_source, str) and run.source.naming is None:
+        refuse(changed_since(run.x_source, zip(pairs, compared.values, strict=True)))
     found = drift.treat(compared, run.source, run.settings.on_drift)
     refuse(run.told(found.fatal))
     run.warnings += run.told(found.warnings)

@@ -56,10 +56,15 @@ def steps_differ(scalars: Scalars, flat: Collection[str], allow: Collection[str]
 
 
 def optimizers_differ(
-    source: Mapping[str, AuxItem], target: Mapping[str, AuxItem], allow: Collection[str]
+    source: Mapping[str, AuxItem],
+    target: Mapping[str, AuxItem],
+    allow: Collection[str],
+    *,
+    unsaid: bool = False,
 ) -> list[Finding]:
     """The target would start afresh, or use the source's state by another rule.
 
+    `unsaid`: the source has states and may not say whose, as files may not; then their names count.
     With "extra" and "missing" allowed, each side keeps what the other does not know.
     """
     findings: list[Finding] = []
@@ -67,7 +72,7 @@ def optimizers_differ(
         return findings
     for here in of_models(target, "optimizer").values():
         there = source.get(here.path)
-        if there is None and "missing" not in allow:
+        if there is None and "missing" not in allow and not unsaid:
             cause = "the target has an optimizer and the source has none"
             fix = 'pass the source with its optimizer, or allow={"missing"} to start it afresh'
             findings.append(Finding("missing-key", here.path, cause, fix))

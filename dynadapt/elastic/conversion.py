@@ -6,7 +6,6 @@ when everything in it has proved to be right; until then nothing can be taken fo
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.elastic.checkpoint import Checkpoint, layout_of, open_checkpoint
+from dynadapt.elastic.place import MANIFEST, Place, write_manifest
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import FileTarget, Outcome
 from dynadapt.registry import adapter_for
@@ -26,16 +26,14 @@ from dynadapt.vps import cover
 from dynadapt.vps.keys import Key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from dynadapt.elastic.selection import Selection
+    from dynadapt.protocols import AuxItem
     from dynadapt.transport.plan import Narrow
     from dynadapt.vps.layout import RowLayout
 
-__all__ = ["MANIFEST", "ConversionReport", "convert"]
-
-MANIFEST = "dynadapt.json"
-"""Beside the data of every checkpoint that was written: what it is, and the sum of every tensor."""
+__all__ = ["ConversionReport", "convert", "copies", "grouped"]
 
 
 @dataclass(frozen=True)
@@ -97,31 +95,27 @@ def convert(
     there is no target, and an old one is as it was.
     """
     clock = _Clock()
-    place = Path(target.path)
-    if place.exists() and not force:
-        cause, fix = "is there already", "choose another place, or replace it with --force"
-        raise Refused([Finding("target-exists", str(place), cause, fix)])
-    ours, theirs = place.resolve(), Path(source.path).resolve()
+    place = Place(Path(target.path), force)
+    ours, theirs = place.path.resolve(), Path(source.path).resolve()
     if ours == theirs or ours in theirs.parents or theirs in ours.parents:
         cause = "is the source itself, or one lies inside the other"
-        raise Refused([Finding("target-exists", str(place), cause, "choose another place")])
+        raise Refused([Finding("target-exists", str(place.path), cause, "choose another place")])
     problems = source.problems()
     if problems:
         raise Refused(problems)
     own = source.own if selection is None else selection.of(source.own)
     layout = source.layout if selection is None else layout_of(own)
-    aside = place.with_name(f".{place.name}.partial-{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
     try:
-        work = replace(target, path=str(aside), crcs={}, made=None)
+        work = replace(target, path=str(place.begin()), crcs={}, made=None)
         report = _write(source, own, layout, work, clock, narrow, verify, threads, on_bytes)
-        _settle(aside, place, force)
+        os.sync()  # one for all files: much faster than an fsync each
+        place.settle()
     except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
+        place.undo()
         raise
+    place.close()
     clock.lap("settle")
-    return replace(report, target=str(place), seconds=clock.seconds)
+    return replace(report, target=str(place.path), seconds=clock.seconds)
 
 
 def _write(
@@ -136,16 +130,15 @@ def _write(
     on_bytes: Callable[[int, int], None] | None,
 ) -> ConversionReport:
     writer = adapter_for(work)
-    item = next((item for item in own.aux if item.path == "param_groups"), None)
-    if item is not None and not work.groups:
-        work.groups = tuple(tuple(group["names"]) for group in item.value)
+    aux = {item.path: item for item in own.aux}
+    grouped(work, aux)
     made = writer.prepare(work, layout.keys)
     there = layout_of(made)
     matched = match(layout.keys, there.keys, Options(narrow=narrow, allow=frozenset({"extra"})))
     findings = [*matched.findings, *cover.prove(there)]
     if findings:
         raise Refused(findings)
-    matched = replace(matched, pairs=(*matched.pairs, *_copies(layout, there)))
+    matched = replace(matched, pairs=(*matched.pairs, *copies(layout, there)))
     clock.lap("prepare")
     total = sum(p.target.nbytes for p in matched.pairs if not p.fill)
     done = 0
@@ -168,7 +161,6 @@ def _write(
     )
     clock.lap("stream")
     work.crcs.update(streamed.crcs)
-    aux = {item.path: item for item in own.aux}
     outcomes = writer.finish(work, layout.keys, own.scalars, aux)
     clock.lap("finish")
     kept = {pair.target.key for pair in matched.pairs}
@@ -183,14 +175,7 @@ def _write(
         clock.lap("verify")
     prints = fingerprint(there.keys, streamed.sums)
     _bring_along(Path(source.path), Path(work.path))
-    manifest = {
-        "version": 1,
-        "format": work.format,
-        "layout": str(work.layout) if work.layout else None,
-        "fingerprint": prints,
-        "sums": {str(key): f"{value:016x}" for key, value in sorted(streamed.sums.items())},
-    }
-    (Path(work.path) / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    write_manifest(Path(work.path), work, prints, streamed.sums)
     return ConversionReport(
         source=source.path,
         target=str(work.path),
@@ -221,7 +206,14 @@ def _bring_along(source: Path, target: Path) -> None:
             shutil.copy2(path, target / path.name)
 
 
-def _copies(source: RowLayout, target: RowLayout) -> list[Pair]:
+def grouped(x: FileTarget, aux: Mapping[str, AuxItem]) -> None:
+    """Tell a target the source's param groups, unless somebody told it others."""
+    item = aux.get("param_groups")
+    if item is not None and not x.groups:
+        x.groups = tuple(tuple(group["names"]) for group in item.value)
+
+
+def copies(source: RowLayout, target: RowLayout) -> list[Pair]:
     """Derived copies of the target, each made from its master as it is written."""
     found = []
     for spec in target.keys:
@@ -243,21 +235,3 @@ def _verify(path: str, sums: Any, kept: Any, threads: int) -> None:
             findings.append(Finding("certificate", str(key), cause, fix))
     if findings:
         raise Refused(findings)
-
-
-def _settle(aside: Path, place: Path, force: bool) -> None:
-    """Bring it to the disk, then to its name."""
-    os.sync()  # one for all files: much faster than an fsync each
-    old = place.with_name(f".{place.name}.old-{os.getpid()}")
-    if place.exists() and force:
-        place.rename(old)
-    try:
-        aside.rename(place)
-    except OSError:
-        if old.exists():
-            old.rename(place)
-        raise
-    if old.is_dir():
-        shutil.rmtree(old)
-    elif old.exists():
-        old.unlink()

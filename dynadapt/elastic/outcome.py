@@ -44,10 +44,11 @@ class MigrationReport:
 
     Byte counts are sums over all seats: `bytes_moved` crossed between seats, `bytes_minimum` had to,
     `bytes_rebuilt` were made in place (derived copies and zeros), `bytes_resident` were copied inside a
-    seat. `peak_extra_bytes` is the most that one seat was promised to hold beyond both states as they
-    were, `measured_extra_bytes` the most that one did hold (of its process; None where the system does
-    not say), and `memory` has both by seat, with what the promise was made of. `seconds` are by phase,
-    `pause_seconds` the whole, `transfer_seconds` from this seat's first message to its last byte placed.
+    seat, `bytes_read` came from files and `bytes_written` went into some. `peak_extra_bytes` is the most
+    that one seat was promised to hold beyond both states as they were, `measured_extra_bytes` the most that
+    one did hold (of its process; None where the system does not say), and `memory` has both by seat, with
+    what the promise was made of. `seconds` are by phase, `pause_seconds` the whole, `transfer_seconds` from
+    this seat's first message to its last byte placed.
     """
 
     bytes_moved: int
@@ -67,6 +68,8 @@ class MigrationReport:
     target: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, dict[str, int | None]] = field(default_factory=dict)
     transfer_seconds: float = 0.0
+    bytes_read: int = 0
+    bytes_written: int = 0
 
     @property
     def pause_seconds(self) -> float:
@@ -80,6 +83,8 @@ class MigrationReport:
             "bytes_minimum": self.bytes_minimum,
             "bytes_rebuilt": self.bytes_rebuilt,
             "bytes_resident": self.bytes_resident,
+            "bytes_read": self.bytes_read,
+            "bytes_written": self.bytes_written,
             "peak_extra_bytes": self.peak_extra_bytes,
             "measured_extra_bytes": self.measured_extra_bytes,
             "memory": self.memory,
@@ -106,6 +111,8 @@ class MigrationReport:
             ("minimum", self.bytes_minimum),
             ("rebuilt", self.bytes_rebuilt),
             ("resident", self.bytes_resident),
+            *((("read from files", self.bytes_read),) if self.bytes_read else ()),
+            *((("written to files", self.bytes_written),) if self.bytes_written else ()),
             ("peak extra a seat, promised", self.peak_extra_bytes),
             ("peak extra a seat, measured", self.measured_extra_bytes or 0),
         ):

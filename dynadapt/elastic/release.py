@@ -328,7 +328,18 @@ def move(run: Run, release: Release) -> Moved:
 
 
 def _add(total: Moved, part: Moved) -> None:
-    for name in ("received", "sent", "copied", "filled", "direct", "chunks", "seconds"):
+    names = (
+        "received",
+        "sent",
+        "copied",
+        "read",
+        "written",
+        "filled",
+        "direct",
+        "chunks",
+        "seconds",
+    )
+    for name in names:
         setattr(total, name, getattr(total, name) + getattr(part, name))
     total.peak_staging = max(total.peak_staging, part.peak_staging)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.elastic import by_part
+from dynadapt.elastic.seen import file_sizes, files_differ
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import AuxItem, in_model
 from dynadapt.vps import wire
@@ -56,8 +58,7 @@ def unite(name: str, control: Control, own: Described | None) -> Side | None:
 
     None if no seat takes part. Raises `Refused`, equally on all seats, with every disagreement.
     """
-    reports = control.gather_values(name, None if own is None else _lower(own))
-    parts = {seat: report for seat, report in reports.items() if report is not None}
+    parts = _told(name, control, own)
     if not parts:
         return None
     read = _Reader()
@@ -96,10 +97,31 @@ def unite(name: str, control: Control, own: Described | None) -> Side | None:
         layout,
         scalars,
         aux,
-        {seat: report["coordinate"] for seat, report in parts.items()},
+        {seat: report["coordinate"] for seat, report in parts.items() if not report["files"]},
         tuple(sorted({prefix for report in parts.values() for prefix in report["flat"]})),
         tuple(seat for seat, report in parts.items() if report["files"]),
     )
+
+
+def _told(name: str, control: Control, own: Described | None) -> dict[int, Any]:
+    """What each seat tells of its part. All seats that work on files tell the same, so a digest does."""
+    mine = None if own is None else _lower(own)
+    sizes = {} if own is None else file_sizes(own)
+    on_files = own is not None and bool(own.files)
+    digest = hashlib.sha256(wire.encode([mine, sizes])).hexdigest() if on_files else mine
+    reports = control.gather_values(name, digest)
+    parts = {seat: report for seat, report in reports.items() if report is not None}
+    if not any(isinstance(report, str) for report in parts.values()):
+        return parts
+    readers = [seat for seat, report in parts.items() if isinstance(report, str)]
+    if len({parts[seat] for seat in readers}) > 1:
+        told = control.gather_values(f"{name}/files", sizes if on_files else None)
+        raise Refused(files_differ({seat: told[seat] for seat in readers}))
+    if len(readers) < len(reports):  # the others are told once
+        first = control.seat == readers[0]
+        whole = control.gather_values(f"{name}/whole", mine if first else None)[readers[0]]
+        return {seat: whole if seat in readers else parts[seat] for seat in parts}
+    return dict.fromkeys(readers, mine)
 
 
 class _Reader:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dynadapt.elastic.conversion import MANIFEST
+from dynadapt.elastic.place import read_manifest
 from dynadapt.errors import Finding, Refused
 from dynadapt.transport.certificate import fingerprint
 
@@ -30,7 +29,7 @@ def verified(
         return error.findings, told
     findings += drifted
     told["fingerprint"] = fingerprint(checkpoint.layout.keys, sums)
-    recorded = _manifest(Path(checkpoint.path))
+    recorded = read_manifest(Path(checkpoint.path))
     told["manifest"] = "compared" if recorded is not None else "none"
     for key, value in sorted((recorded or {}).items()):
         have = next((f"{v:016x}" for k, v in sums.items() if str(k) == key), None)
@@ -40,16 +39,3 @@ def verified(
                 Finding("certificate", key, cause, "it has changed since: copy it again")
             )
     return tuple(findings), told
-
-
-def _manifest(path: Path) -> dict[str, str] | None:
-    """The sums that were recorded when the checkpoint was written, if it was written by us."""
-    folder = path if path.is_dir() else path.parent
-    try:
-        told = json.loads((folder / MANIFEST).read_bytes())
-        return {str(key): str(value) for key, value in told["sums"].items()}
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        cause = f"is no manifest: {error!r}"[:200]
-        raise Refused([Finding("bad-file", str(folder / MANIFEST), cause)]) from error

@@ -92,13 +92,16 @@ class Storage:
 
 @dataclass
 class Moved:
-    """What one seat did, in bytes. `peak_staging` is the most it held at once, `seconds` how long it took
-    from before the first message was posted until the last byte was in its place.
+    """What one seat did, in bytes; `read` and `written` are those of files. `peak_staging` is the most it
+    held at once, `seconds` how long it took from before the first message was posted until the last byte
+    was in its place.
     """
 
     received: int = 0
     sent: int = 0
     copied: int = 0
+    read: int = 0
+    written: int = 0
     filled: int = 0
     direct: int = 0
     chunks: int = 0
@@ -214,7 +217,9 @@ class _Run:
             self.moved.filled += box.volume * itemsize(self._matched.by_target[key].target.dtype)
         for move in plan.local:
             self._copy(self._read(move), self._into(move), move)
-            self.moved.copied += move.nbytes
+            self.moved.read += move.nbytes if move.source < 0 else 0
+            self.moved.written += move.nbytes if move.target < 0 else 0
+            self.moved.copied += move.nbytes if move.source == move.target else 0
 
     def start(self, half: int, chunk: Chunk) -> tuple[int, Chunk, list[_Packed], Posted]:
         """Pack and post one chunk, from one half of the staging memory."""

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from dynadapt.elastic import conversion
 from dynadapt.elastic.checkpoint import open_checkpoint
-from dynadapt.elastic.conversion import MANIFEST, convert
+from dynadapt.elastic.conversion import convert
+from dynadapt.elastic.place import MANIFEST, Place
 from dynadapt.elastic.selection import Selection
 from dynadapt.errors import DynadaptError, Refused
 from dynadapt.protocols import FileTarget
@@ -98,9 +99,9 @@ def test_an_existing_target_is_kept(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("where", ["_verify", "_settle"])
+@pytest.mark.parametrize(("home", "where"), [(conversion, "_verify"), (Place, "settle")])
 def test_a_failure_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: Any, where: str
 ) -> None:
     _source(tmp_path / "a")
     before = (tmp_path / "a" / "model.safetensors").read_bytes()
@@ -108,7 +109,7 @@ def test_a_failure_leaves_nothing(
     def fail(*_: Any) -> None:
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr(conversion, where, fail)
+    monkeypatch.setattr(home, where, fail)
     with pytest.raises(RuntimeError):
         convert(open_checkpoint(tmp_path / "a"), _target(tmp_path / "b"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]

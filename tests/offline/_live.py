@@ -1,0 +1,136 @@
+"""Live jobs that load checkpoints and are saved, on ranks: what each rank saw."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import dynadapt
+from tests.live import _oracle, _walk, jobs
+from tests.live.kinds import KINDS, build
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.live.kinds import Job
+
+STEPS = 2
+"""Steps that a job has taken when it is saved."""
+
+OTHER = ("fsdp2-bf16", "pipe")
+"""Kinds with another fingerprint: frozen weights have another dtype there, or tensors other names."""
+
+
+def started(kind: str, recipe: str = "adamw") -> Job:
+    """A job that has taken its steps with hyperparameters, and has a buffer, that no other is built with."""
+    job = build(kind, recipe, width=jobs.HIDDEN)
+    optimizer = job.state.optimizer or job.state.model.optimizer
+    for group in optimizer.param_groups:
+        group.update(_oracle.changed(group, _walk.HYPER))
+    for name, buffer in job.module.named_buffers():
+        if name.endswith("scale"):
+            buffer.copy_(torch.tensor(_walk.SCALE))
+    for number in range(STEPS):
+        job.step(number)
+    return job
+
+
+def steps_on(job: Job) -> dict[str, Any]:
+    """Two more steps: losses, and all tensors after each."""
+    losses, after = [], []
+    for number in range(STEPS, STEPS + 2):
+        losses.append(job.step(number))
+        after.append(job.tensors())
+    return {"losses": losses, "after": after}
+
+
+def saved_by_deepspeed(rank: int, world: int, kind: str, where: str, recipe: str) -> dict[str, Any]:
+    """A job is saved by DeepSpeed: what it held, its fingerprint, and how it goes on."""
+    job = started(kind, recipe)
+    job.state.model.save_checkpoint(where, tag="here")
+    told = {"held": job.tensors(), "fingerprint": dynadapt.fingerprint(job.state)}
+    return {**told, **steps_on(job)}
+
+
+def loaded(
+    rank: int, world: int, kinds: Sequence[str], where: str, recipe: str, options: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """A fresh job of each kind loads a checkpoint and steps on."""
+    answers = []
+    for kind in kinds:
+        job = build(kind, recipe, width=jobs.HIDDEN)
+        job.evaluate()  # leaves gathered weights behind, which must not be taken for the new ones
+        maps = {} if job.tensor_map is None else {"target_map": job.tensor_map}
+        before = torch.get_rng_state()
+        report = dynadapt.load(job.state, where, timeout=60, **maps, **options)
+        told: dict[str, Any] = {
+            "kind": kind,
+            "moved": report.bytes_moved,
+            "read": report.bytes_read,
+            "outcomes": {outcome.path: outcome.kind for outcome in report.outcomes},
+            "warnings": [str(warning) for warning in report.warnings],
+            "fingerprints": (report.fingerprint_source, report.fingerprint_target),
+            "random": torch.equal(before, torch.get_rng_state()),
+            "held": job.tensors(),
+            "buffers": _walk._buffers(job),
+        }
+        answers.append({**told, **steps_on(job)})
+    return answers
+
+
+def wrong(saved: dict[str, Any], answer: dict[str, Any], tolerance: float) -> list[str]:
+    """What a loaded job does not have as the saved one had it, or does not do as it did.
+
+    With a `tolerance` of 0 both steps after it are to be equal bit for bit.
+    """
+    found = [f"{name} differs" for name in jobs.differing(saved["held"], answer["held"])]
+    found += answer["buffers"]
+    one, two = answer["fingerprints"]
+    if one != two or (one != saved["fingerprint"] and not answer["kind"].startswith(OTHER)):
+        found.append(f"fingerprints {one}, {two} and not {saved['fingerprint']}")
+    if answer["moved"] or not answer["read"] or not answer["random"]:
+        found.append(f"{answer['moved']} bytes moved, {answer['read']} read")
+    for number, (then, now) in enumerate(zip(saved["after"], answer["after"], strict=True)):
+        if not tolerance:
+            found += [f"{name} differs at step {number}" for name in jobs.differing(then, now)]
+        far = {slot: gap for slot, gap in _walk.gaps(then, now).items() if not gap <= tolerance}
+        found += [f"step {number} is {far} from the run that never stopped"] if far else []
+    return [f"{answer['kind']}: {each}" for each in found]
+
+
+def far(kind: str) -> float:
+    """How far a step of a kind may be from the same in other partial sums, see `_walk.TOLERANCE`."""
+    return _walk.TOLERANCE[KINDS[kind].dtype]
+
+
+def loaded_alone(
+    rank: int, world: int, kind: str, paths: Sequence[str], fail: tuple[int, str], then: str = ""
+) -> dict[str, Any]:
+    """A job that holds something tries to load a path of its own, and may fail in a phase on purpose.
+
+    Then it loads `then`.
+    """
+    job = started(kind)
+    held = job.tensors()
+
+    def on_phase(name: str) -> None:
+        if (rank, name) == fail:
+            raise RuntimeError("on purpose")
+
+    told: dict[str, Any] = {}
+    try:
+        dynadapt.load(job.state, paths[min(rank, len(paths) - 1)], timeout=30, on_phase=on_phase)
+    except dynadapt.MigrationAborted as error:
+        told |= {
+            "phase": error.phase,
+            "seat": error.seat,
+            "reason": error.reason,
+            "text": str(error),
+        }
+        told["findings"] = [finding.to_json() for finding in error.findings]
+    told["changed"] = jobs.differing(held, job.tensors())
+    if then:
+        dynadapt.load(job.state, then, timeout=30)
+        told |= {"held": job.tensors(), **steps_on(job)}
+    return told
