@@ -111,6 +111,7 @@ _BUILT_IN = (
 _FORMATS = (
     Entry("universal", "dynadapt.adapters.checkpoints.universal_dir:UniversalDir", ()),
     Entry("deepspeed", "dynadapt.adapters.checkpoints.deepspeed_dir:DeepSpeedDir", ()),
+    Entry("dcp", "dynadapt.adapters.checkpoints.dcp_dir:DcpDir", ()),
     Entry("safetensors", "dynadapt.adapters.checkpoints.safetensors_dir:SafetensorsDir", ()),
     Entry("torch", "dynadapt.adapters.checkpoints.torch_files:TorchFiles", ()),
 )

@@ -19,12 +19,12 @@ from dynadapt.vps.wire import encodable
 if TYPE_CHECKING:
     from dynadapt.adapters.checkpoints._torch_file import TorchFile
 
-__all__ = ["Lifting", "lowered", "plain_part"]
+__all__ = ["MARK", "Lifting", "lowered", "plain_part"]
 
 MOST = 1 << 20
 """Bytes of a tensor that is carried as a value: a random generator's state has 5,000."""
 
-_MARK = "torch.Tensor"
+MARK = "torch.Tensor"
 
 
 def lowered(value: Any, file: TorchFile) -> Any:
@@ -34,11 +34,11 @@ def lowered(value: Any, file: TorchFile) -> Any:
             return value
         buffer = file.buffer(value)
         if not prod(value.shape):
-            return {_MARK: [value.dtype, list(value.shape), b""]}
+            return {MARK: [value.dtype, list(value.shape), b""]}
         whole = buffer.array()
         strides = [n * whole.itemsize for n in value.strides]
         view = np.lib.stride_tricks.as_strided(whole[value.offset :], value.shape, strides)
-        return {_MARK: [value.dtype, list(value.shape), view.tobytes()]}
+        return {MARK: [value.dtype, list(value.shape), view.tobytes()]}
     if isinstance(value, dict):
         found = {key: lowered(part, file) for key, part in value.items()}
         if type(value) is not dict and hasattr(value, "elements"):  # a Counter, of milestones
@@ -81,8 +81,8 @@ class Lifting:
 
     def lifted(self, value: Any) -> Any:
         """A value with its tensors as tensors of this file."""
-        if isinstance(value, dict) and value.keys() == {_MARK}:
-            dtype, shape, data = value[_MARK]
+        if isinstance(value, dict) and value.keys() == {MARK}:
+            dtype, shape, data = value[MARK]
             return tensor(self.storage(bytes(data)), dtype, tuple(shape))
         if type(value) is dict:
             return {key: self.lifted(part) for key, part in value.items()}
