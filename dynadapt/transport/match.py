@@ -234,8 +234,9 @@ def _ties(
                 str(target.key),
                 f"the source ties it with {source.key.name}, the target keeps two tensors",
                 "tie them again in the target, before its optimizer is made (parallelize_module "
-                "unties); name them in TrainState(tied=...) if they lie on different pipeline stages; "
-                'or allow={"tie"} to give both the same values',
+                "unties, and so do FSDP units that have only one of them); name them in "
+                "TrainState(tied=...) if they lie on different pipeline stages; or "
+                'allow={"tie"} to give both the same values',
             )
         )
     for name in target.aliases:

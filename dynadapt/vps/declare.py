@@ -79,6 +79,10 @@ def declare(
             model.families, made.cuttings, made.by_data(), strict=True
         )
     ]
+    if not states and any(family.trainable for family in model.families):
+        cause = "states is empty, and a trainable tensor has its values at the least"
+        fix = 'pass states=(State("param"),) for the weights alone'
+        made.findings.append(Finding("not-declarable", str(spec), cause, fix))
     if made.findings:
         raise Refused(made.findings)
     return MeshLayout.of_stacks(spec.axes, stacks, endpoints)

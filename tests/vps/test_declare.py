@@ -291,6 +291,21 @@ def test_what_cannot_be_declared_is_named(spec: str, rules: dict[str, str], caus
         declare(spec, shape, TpRules(rules))
 
 
+def test_states_are_at_least_one() -> None:
+    """No slot at all holds nothing, which nobody means; a frozen tensor has its own, always."""
+    tensors = [Named("a", (5,))]
+    with pytest.raises(Refused, match="states is empty") as caught:
+        declare("zero3:dp=4", ModelShape.of(tensors), states=())
+    assert [finding.reason for finding in caught.value.findings] == ["not-declarable"]
+    frozen = ModelShape.of([Named("a", (5,), trainable=False)])
+    assert [len(declare("zero3:dp=4", frozen, states=()).rows(seat)) for seat in range(4)] == [
+        1,
+        1,
+        1,
+        0,
+    ]
+
+
 def test_a_name_is_of_one_tensor() -> None:
     with pytest.raises(Refused, match="duplicate-name"):
         ModelShape.of([Named("w", (2,)), Named("x", (2,)), Named("w", (2,))])

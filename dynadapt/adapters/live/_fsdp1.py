@@ -62,8 +62,37 @@ def check_supported(model: torch.nn.Module) -> None:
             cause = "_apply_optimizer_in_backward steps each tensor by an optimizer of its own"
             fix = "use one optimizer that is stepped after the backward"
             findings.append(Finding("unsupported-optimizer", where, cause, fix))
+    findings += _cut_ties(model)
     if findings:
         raise Refused(findings)
+
+
+def _cut_ties(model: torch.nn.Module) -> Iterator[Finding]:
+    """Names of a tied tensor outside the unit that shards it: a forward finds the 1-D shard there.
+
+    Only with `use_orig_params`; flat units cut a tie into two tensors, which they stay. Of `NO_SHARD`
+    every name shows the whole tensor, always.
+    """
+    owners: dict[int, tuple[str, set[tuple[int, str]]]] = {}
+    for path, unit in units(model):
+        flat = unit._handle.flat_param
+        if flat._params is None or not unit._handle.uses_sharded_strategy:
+            continue
+        places = {(id(module), attribute) for attribute, module, _ in flat._param_infos}
+        places |= {(id(each[1]), each[0]) for each in flat._shared_param_infos}
+        for parameter, name in zip(flat._params, flat._fqns, strict=True):
+            whole = canonical_name(f"{path}.{name}" if path else name)
+            owners[id(parameter)] = (whole, places)
+    for path, module in model.named_modules():
+        for attribute, shown in module._parameters.items():
+            name, places = owners.get(id(shown), ("", set()))
+            if name and (id(module), attribute) not in places:
+                yield Finding(
+                    "tie",
+                    canonical_name(f"{path}.{attribute}" if path else attribute),
+                    f"it is tied with {name}, which is sharded by a unit that it is no part of",
+                    "wrap both in one unit, e.g. leave them to the root",
+                )
 
 
 def check_step_boundary(model: torch.nn.Module) -> None:

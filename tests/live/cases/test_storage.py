@@ -1,4 +1,4 @@
-"""STORAGE B188, B190: strides, and views of larger storages."""
+"""STORAGE B188, B190, B191: strides, views of larger storages, and counts beyond 32 bits."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import dynadapt
+from dynadapt.vps.model_shape import State
 
 if TYPE_CHECKING:
     from tests._ranks import Pool
@@ -65,3 +66,18 @@ def test_a_narrow_view_of_a_large_storage(ranks2: Pool) -> None:
     for answer in ranks2.run(_narrow):
         assert answer["bytes"] == 32
         assert answer["peak"] < 1 << 21
+
+
+def test_more_elements_than_32_bits_count() -> None:
+    """B191: one parameter of 2^32 + 8 elements; what moves is counted to the element."""
+    with torch.device("meta"):
+        model = nn.Embedding((1 << 32) + 8, 1)
+    count = (1 << 32) + 8
+    weights = (State("param"),)
+    layout = dynadapt.declare("zero3:dp=4", model, states=weights)
+    ends = [box for seat in range(4) for row in layout.rows(seat) for box in [row.box]]
+    assert sum(box.volume for box in ends) == count
+    assert max(box.hi[0] for box in ends) == count
+    simulation = dynadapt.simulate("zero3:dp=4", "ddp:dp=4", model, states=weights)
+    whole = 4 * count
+    assert int(simulation.sent.sum()) == 4 * whole - whole

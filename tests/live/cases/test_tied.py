@@ -1,4 +1,4 @@
-"""TIED B01, B03, B04, B06: one tensor of several names, kept once, found by each, never untied."""
+"""TIED B01, B03, B04, B06, B07: one tensor of several names, kept once, found by each, never untied."""
 
 from __future__ import annotations
 
@@ -132,3 +132,73 @@ def test_a_head_is_there_after_a_merge(ranks2: Pool) -> None:
         assert answer["aliases"] == {("head.weight",)}
         assert answer["named"]
         assert answer["gap"] < 0.05
+
+
+#: How a tie is cut: units that have one name of it, the framework, and what becomes of a move into it.
+CUTS = {
+    "embed in a unit": ("embed", {}, "tie"),
+    "head in a unit": ("head", {}, "tie"),
+    "a flat of its own": ("embed", {"orig_params": False}, "tie"),
+    "fully_shard": ("embed", None, "tie"),
+    "whole on every rank": ("head", {"strategy": "NO_SHARD"}, "carried"),
+}
+
+
+def _cut(unit: str, options: dict[str, Any] | None) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    if options is not None:
+        return jobs.fsdp1(jobs.net(3), units=("frozen", unit), **options)
+    model = jobs.net(3)
+    fully_shard(model.get_submodule(unit))
+    return fully_shard(model)
+
+
+def _cut_ties(rank: int, world: int) -> dict[str, Any]:
+    answers: dict[str, Any] = {}
+    for name, (unit, options, _) in CUTS.items():
+        plain, model = build("plain", "even"), _cut(unit, options)
+        plain.step(0)
+        state = dynadapt.TrainState(model, jobs.even(model), counters={})
+        try:
+            dynadapt.migrate(plain.state, state, timeout=30)
+        except dynadapt.MigrationAborted as error:
+            answers[name] = f"{error.reason}: {error}"
+        else:
+            answers[name] = _agrees(plain, model, state)
+    wrong = jobs.fsdp1(jobs.net(3), units=("embed",))
+    for what, move in (
+        ("as source", lambda: dynadapt.migrate(wrong, build("plain").state, timeout=30)),
+        ("forward", lambda: wrong(jobs.tokens(0))),
+    ):
+        try:
+            move()
+        except (dynadapt.MigrationAborted, RuntimeError) as error:
+            answers[what] = f"{type(error).__name__}: {error}"
+    return answers
+
+
+def _agrees(plain: Any, model: Any, state: dynadapt.TrainState) -> str:
+    """Whether steps of both give one loss, and the same tensors after a move back."""
+    for number in (1, 2):
+        loss = model(jobs.tokens(number))
+        loss.backward()
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        if float(loss.detach()) != plain.step(number):
+            return "another loss"
+    back = build("plain", "even", seed=8)
+    dynadapt.migrate(state, back.state, timeout=30)
+    return "carried" if not jobs.differing(plain.tensors(), back.tensors()) else "other tensors"
+
+
+def test_a_tie_that_units_cut_is_carried_or_refused(ranks2: Pool) -> None:
+    """B07: with both names; FSDP1 itself fails in the forward, with a message about sizes."""
+    for answers in ranks2.run(_cut_ties, timeout=100):
+        for name, (_, _, expected) in CUTS.items():
+            assert answers[name].startswith(expected), (name, answers[name])
+            if expected == "tie":
+                assert all(each in answers[name] for each in NAMES), answers[name]
+        assert "MigrationAborted" in answers["as source"]
+        assert "[tie]" in answers["as source"]
+        assert "size mismatch" in answers["forward"]
