@@ -10,6 +10,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.elastic import comparison, conversion
+from dynadapt.elastic.budget import Budget
 from dynadapt.elastic.checkpoint import Checkpoint, open_checkpoint
 from dynadapt.elastic.selection import Selection
 from dynadapt.elastic.targets import target_of
@@ -63,6 +64,7 @@ def convert(
     verify: bool = True,
     force: bool = False,
     threads: int = 2,
+    max_memory: int | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> ConversionReport:
     """Write a checkpoint in another format or layout, in one pass, and prove it by its fingerprint.
@@ -70,7 +72,9 @@ def convert(
     `to` is a format (`universal`, `safetensors`), a layout (`zero3:dp=4`), or both. `include` and
     `exclude` are globs over names, `strip_prefix` and `add_prefix` change them. `dtype` is that of floats
     in safetensors, but for names that match `keep_dtype`; `max_shard_size` bounds such a file, in bytes.
-    `on_bytes` is called with (bytes done, bytes in all) from several threads.
+    `max_memory` bounds, in bytes, the anonymous memory that this takes over what the process holds: fewer
+    threads and smaller pieces, or `max-memory` if it is too little. `on_bytes` is called with (bytes done,
+    bytes in all) from several threads.
 
     `dst` gets its name when all of it is there and was read back; `src` is only read. Raises `Refused`
     (`target-exists` unless `force`) and `DynadaptError`; then there is no `dst`, or the old one.
@@ -82,6 +86,7 @@ def convert(
     >>> open(at / "half").keys[0].dtype, report.verified
     ('bfloat16', True)
     """
+    budget = Budget.of(max_memory)
     options: dict[str, Any] = {}
     if max_shard_size is not None:
         options["max_shard_size"] = max_shard_size
@@ -105,6 +110,7 @@ def convert(
         verify=verify,
         force=force,
         threads=threads,
+        budget=budget,
         on_bytes=on_bytes,
     )
 

@@ -69,6 +69,7 @@ def test_commands_and_options() -> None:
             "--include",
             "--json",
             "--keep-dtype",
+            "--max-memory",
             "--max-shard-size",
             "--strip-prefix",
             "--to",

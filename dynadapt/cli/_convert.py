@@ -43,6 +43,9 @@ def convert(
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Of a safetensors file.")] = "5GB",
     workers: WorkersOption = 2,
+    max_memory: Annotated[
+        str | None, typer.Option(help="Beside what the interpreter holds, e.g. 256MiB.")
+    ] = None,
     verify: Annotated[bool, typer.Option(help="Read everything back and compare.")] = True,
     force: Annotated[bool, typer.Option("--force", help="Replace DST if it exists.")] = False,
     as_json: JsonOption = False,
@@ -83,6 +86,7 @@ def convert(
             verify=verify,
             force=force,
             threads=workers,
+            max_memory=None if max_memory is None else size_of(max_memory),
             on_bytes=lambda done, total: bar.update(task, completed=done, total=total),
         )
     if as_json:

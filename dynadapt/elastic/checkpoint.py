@@ -11,7 +11,7 @@ from dynadapt.elastic.tensors import Tensors
 from dynadapt.errors import Finding, Refused
 from dynadapt.registry import adapter_for
 from dynadapt.transport.certificate import fingerprint
-from dynadapt.transport.stream import key_sums
+from dynadapt.transport.stream import PIECE, key_sums
 from dynadapt.vps import cover
 from dynadapt.vps.layout import RowLayout
 
@@ -119,9 +119,12 @@ class Checkpoint:
         """What is missing of it: elements that no file holds."""
         return cover.prove(self.layout)
 
-    def sums(self, *, threads: int = 2) -> tuple[dict[Key, int], tuple[Finding, ...]]:
-        """Sums by key, and replicas that differ, by file. Reads everything."""
-        return key_sums(self.layout, self.buffers, threads=threads, names=self.files)
+    def sums(
+        self, *, threads: int = 2, piece: int = PIECE
+    ) -> tuple[dict[Key, int], tuple[Finding, ...]]:
+        """Sums by key, and replicas that differ, by file. Reads everything, `piece` bytes at a time."""
+        names = self.files
+        return key_sums(self.layout, self.buffers, threads=threads, piece=piece, names=names)
 
     def fingerprint(self, *, threads: int = 2) -> str:
         """The layout-free fingerprint of the state; raises `Refused` (`uncovered`, `replicas-differ`)."""

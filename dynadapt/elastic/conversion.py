@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dynadapt.elastic.budget import Budget, Effort
 from dynadapt.elastic.checkpoint import Checkpoint, layout_of, open_checkpoint
 from dynadapt.elastic.place import MANIFEST, Place, write_manifest
 from dynadapt.errors import Finding, Refused
@@ -86,13 +87,15 @@ def convert(
     verify: bool = True,
     force: bool = False,
     threads: int = 2,
+    budget: Budget | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> ConversionReport:
     """Write what `source` holds as `target` says. One process calls it.
 
-    `on_bytes` is called with (bytes done, bytes in all) from several threads. Raises `Refused`:
-    `target-exists` unless `force`, and everything that keeps the source from being so written; then
-    there is no target, and an old one is as it was.
+    At most so many threads work, fewer if `budget` asks for it. `on_bytes` is called with (bytes done,
+    bytes in all) from several threads. Raises `Refused`: `target-exists` unless `force`, `max-memory`, and
+    everything that keeps the source from being so written; then there is no target, and an old one is as
+    it was.
     """
     clock = _Clock()
     place = Place(Path(target.path), force)
@@ -107,7 +110,8 @@ def convert(
     layout = source.layout if selection is None else layout_of(own)
     try:
         work = replace(target, path=str(place.begin()), crcs={}, made=None)
-        report = _write(source, own, layout, work, clock, narrow, verify, threads, on_bytes)
+        spend = budget or Budget()
+        report = _write(source, own, layout, work, clock, narrow, verify, threads, spend, on_bytes)
         os.sync()  # one for all files: much faster than an fsync each
         place.settle()
     except BaseException:
@@ -127,6 +131,7 @@ def _write(
     narrow: Narrow,
     verify: bool,
     threads: int,
+    budget: Budget,
     on_bytes: Callable[[int, int], None] | None,
 ) -> ConversionReport:
     writer = adapter_for(work)
@@ -138,7 +143,11 @@ def _write(
     findings = [*matched.findings, *cover.prove(there)]
     if findings:
         raise Refused(findings)
-    matched = replace(matched, pairs=(*matched.pairs, *copies(layout, there)))
+        work = replace(target, path=str(place.begin()), crcs={}, made=None)
+        spend = budget or Budget()
+        report = _write(source, own, layout, work, clock, narrow, verify, threads, spend, on_bytes)
+        os.sync()  # one for all files: much faster than an fsync each
+        place.settle()
     clock.lap("prepare")
     total = sum(p.target.nbytes for p in matched.pairs if not p.fill)
     done = 0
@@ -156,7 +165,8 @@ def _write(
         there,
         made.buffers,  # type: ignore[arg-type]  # its buffers are files
         narrow=narrow,
-        threads=threads,
+        threads=effort.threads,
+        piece=effort.piece,
         on_bytes=count,
     )
     clock.lap("stream")
@@ -171,7 +181,7 @@ def _write(
         if spec.moves and spec.key not in serving
     )
     if verify:
-        _verify(str(work.path), streamed.sums, kept, threads)
+        _verify(str(work.path), streamed.sums, kept, effort)
         clock.lap("verify")
     prints = fingerprint(there.keys, streamed.sums)
     _bring_along(Path(source.path), Path(work.path))
@@ -223,10 +233,10 @@ def copies(source: RowLayout, target: RowLayout) -> list[Pair]:
     return found
 
 
-def _verify(path: str, sums: Any, kept: Any, threads: int) -> None:
+def _verify(path: str, sums: Any, kept: Any, effort: Effort) -> None:
     """Read the target as anybody would, and compare every sum with the source's."""
     back = open_checkpoint(path)
-    have, drifted = back.sums(threads=threads)
+    have, drifted = back.sums(threads=effort.threads, piece=effort.piece)
     findings = [*back.problems(), *drifted]
     for key in sorted(kept):
         if sums.get(key, 0) != have.get(key, 0):

@@ -6,22 +6,15 @@ samples in between otherwise. On CUDA it is the peak of torch's allocator.
 
 from __future__ import annotations
 
+import mmap
 import threading
 from pathlib import Path
 
-__all__ = ["Meter", "anonymous_bytes", "current_device"]
+from dynadapt.elastic.budget import anonymous_bytes
 
-_PAGE = 4096
+__all__ = ["Meter", "current_device"]
+
 _EVERY = 0.004
-
-
-def anonymous_bytes() -> int | None:
-    """Resident bytes of this process that are no file's; None where the kernel does not say."""
-    try:
-        fields = Path("/proc/self/statm").read_text().split()
-    except OSError:
-        return None
-    return (int(fields[1]) - int(fields[2])) * _PAGE
 
 
 def _high_water() -> int:
@@ -84,5 +77,5 @@ class Meter:
         mark = _high_water()
         if mark > self._mark:  # exact, but for what files were mapped or dropped meanwhile
             fields = Path("/proc/self/statm").read_text().split()
-            self._most = max(self._most, mark - int(fields[2]) * _PAGE)
+            self._most = max(self._most, mark - int(fields[2]) * mmap.PAGESIZE)
         return self._most - self._start

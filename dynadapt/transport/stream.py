@@ -1,7 +1,7 @@
 """From files to files: one pass, read from maps, written in order, with sums taken on the way.
 
 Every target buffer is a stretch of a file that one thread fills from its first byte to its last, in
-pieces of at most `PIECE` bytes: a piece that lies in one piece in a source is written from the map, any
+pieces of at most `piece` bytes: a piece that lies in one piece in a source is written from the map, any
 other is put together in the thread's own staging. Writes of a MiB and more are slow on some systems.
 """
 
@@ -142,12 +142,13 @@ def stream(
     *,
     narrow: Narrow = "if-exact",
     threads: int = 2,
+    piece: int = PIECE,
     on_bytes: Callable[[int], None] | None = None,
 ) -> Streamed:
     """Fill the target's buffers from the source's. The files are there, in their full size.
 
-    Elements of a buffer that no row holds are zeros. Raises `Refused` with everything that was found:
-    `uncovered`, `narrowing`, `truncated-file`.
+    Each of the threads takes `piece` bytes at a time. Elements of a buffer that no row holds are zeros.
+    Raises `Refused` with everything that was found: `uncovered`, `narrowing`, `truncated-file`.
     """
     sources = Sources(source, buffers)
     by_buffer: dict[str, list[Row]] = {name: [] for name in targets}
@@ -163,7 +164,7 @@ def stream(
     ]
     if findings:
         raise Refused(findings)
-    writer = _Writer(matched, sources, narrow, on_bytes)
+    writer = _Writer(matched, sources, narrow, piece, on_bytes)
     names = sorted(by_buffer, key=lambda name: (-targets[name].nbytes, name))
     with ThreadPoolExecutor(threads) as pool:
         tasks = [pool.submit(writer.fill, name, targets[name], by_buffer[name]) for name in names]
@@ -186,9 +187,11 @@ class _Writer:
         matched: Match,
         sources: Sources,
         narrow: Narrow,
+        piece: int,
         on_bytes: Callable[[int], None] | None,
     ) -> None:
         self._matched, self._sources, self._narrow = matched, sources, narrow
+        self._most = piece
         self._on_bytes = on_bytes
         self._lock = Lock()
         self._own = local()
@@ -197,9 +200,9 @@ class _Writer:
 
     def _staging(self, count: int, dtype: str) -> NDArray[Any]:
         if not hasattr(self._own, "staging"):
-            self._own.staging = np.empty(PIECE, np.uint8)
+            self._own.staging = np.empty(self._most, np.uint8)
         nbytes = count * itemsize(dtype)
-        if nbytes > PIECE:
+        if nbytes > self._most:
             return np.empty(count, raw_dtype(dtype))
         found: NDArray[Any] = self._own.staging[:nbytes].view(raw_dtype(dtype))
         return found
@@ -223,7 +226,7 @@ class _Writer:
                     crc = _zeros(crc, row.box.volume * size)
                     at += row.box.volume
                     continue
-                for box in boxes_of(row.box, max(PIECE // size, 1)):
+                for box in boxes_of(row.box, max(self._most // size, 1)):
                     piece = self._piece(pair, box, buffer.dtype)
                     data = piece.reshape(-1).view(np.uint8).data
                     _write(fd, data, buffer.offset + at * size)
@@ -318,6 +321,7 @@ def key_sums(
     buffers: Mapping[str, FileBuffer],
     *,
     threads: int = 2,
+    piece: int = PIECE,
     names: Mapping[int, str] | None = None,
 ) -> tuple[dict[Key, int], tuple[Finding, ...]]:
     """The sum of every key, derived copies too, and a finding for each replica that differs.
@@ -329,7 +333,7 @@ def key_sums(
 
     def one(row: Row, box: Box) -> int:
         total, array = 0, sources.array(row)
-        for part in boxes_of(box, PIECE // array.itemsize):
+        for part in boxes_of(box, max(piece // array.itemsize, 1)):
             total += weighted_sum(view_of(array, row, part), part, row.key)
         return total & _MASK
 

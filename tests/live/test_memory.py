@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import dynadapt
-from dynadapt.elastic.peak import anonymous_bytes
+from dynadapt.elastic.budget import anonymous_bytes
 from tests import _ranks
 from tests.live import jobs
 
