@@ -143,11 +143,8 @@ def _write(
     findings = [*matched.findings, *cover.prove(there)]
     if findings:
         raise Refused(findings)
-        work = replace(target, path=str(place.begin()), crcs={}, made=None)
-        spend = budget or Budget()
-        report = _write(source, own, layout, work, clock, narrow, verify, threads, spend, on_bytes)
-        os.sync()  # one for all files: much faster than an fsync each
-        place.settle()
+    matched = replace(matched, pairs=(*matched.pairs, *copies(layout, there)))
+    effort = budget.effort(threads, again=verify)
     clock.lap("prepare")
     total = sum(p.target.nbytes for p in matched.pairs if not p.fill)
     done = 0
