@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dynadapt.adapters._hyper import NOT_HYPER
 from dynadapt.adapters.checkpoints._deepspeed_geometry import shapes_of
 from dynadapt.adapters.checkpoints._format import named_folder
+from dynadapt.adapters.checkpoints._names import looks_like_buffer
 from dynadapt.adapters.checkpoints._pickle import Opaque, StoredTensor
 from dynadapt.adapters.checkpoints._torch_file import TorchFile, read_torch
 from dynadapt.errors import Finding, Refused
@@ -29,6 +30,7 @@ __all__ = [
     "Folder",
     "aliases_of",
     "aux_items",
+    "buffers_of",
     "groups_of",
     "hyper_item",
     "model_states",
@@ -41,7 +43,7 @@ __all__ = [
     "ties_of",
 ]
 
-_OPTIM = re.compile(r"^(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
+_OPTIM = re.compile(r"^(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt$")
 _MODEL3 = re.compile(r"^zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt$")
 _MODEL = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")
 _LAYER = re.compile(r"^layer_(\d+)-model_(\d+)-model_states\.pt$")
@@ -219,10 +221,14 @@ def outcomes_of(aux: Iterable[str], what: str) -> tuple[Outcome, ...]:
     )
 
 
-def groups_of(common: Mapping[str, Any]) -> list[Shapes]:
-    """The shapes that a file of model states lists: by group, or at stage 3 by sub-group."""
-    listed = common.get("param_shapes")
-    return [shapes_of(each) for each in (listed if isinstance(listed, list) else [listed])]
+def groups_of(tree: Mapping[str, Any]) -> list[Shapes]:
+    """The shapes that a file lists: by group, or at stage 3 by sub-group.
+
+    DeepSpeed before 0.6 put the list into the files of optimizer states, before 0.5 as one dict of all.
+    """
+    listed = tree.get("param_shapes")
+    found = [shapes_of(each) for each in (listed if isinstance(listed, list) else [listed])]
+    return found if any(found) else []
 
 
 def aliases_of(common: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
@@ -241,6 +247,25 @@ def ties_of(module: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
         if isinstance(value, StoredTensor):
             found.setdefault(value, []).append(str(name))
     return {own[0]: tuple(sorted(own[1:])) for own in found.values() if len(own) > 1}
+
+
+def buffers_of(folder: Folder) -> set[str]:
+    """The entries of the model that are buffers.
+
+    DeepSpeed before 0.4 does not list them, but all parameters (stages 1 to 3) or none (stage 0).
+    """
+    module = options_of(folder.common, "module")
+    names = folder.common.get("buffer_names")
+    if isinstance(names, list):
+        return {str(name) for name in names}
+    listed = groups_of(folder.common) or (groups_of(folder.optim[0].tree) if folder.optim else [])
+    parameters = {name for own in listed for name in own}
+    return {
+        str(name)
+        for name, value in module.items()
+        if isinstance(value, StoredTensor)
+        and (name not in parameters if parameters else looks_like_buffer(str(name), value.dtype))
+    }
 
 
 def options_of(tree: Mapping[str, Any], name: str) -> Mapping[Any, Any]:

@@ -7,11 +7,12 @@ The order of parameters is that of `param_shapes`, as DeepSpeed flattens them; t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.adapters.checkpoints._rows import Files
-from dynadapt.vps.flat import zero3_part, zero_group
+from dynadapt.vps.flat import FlatGroup, zero3_part, zero_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -21,7 +22,9 @@ __all__ = [
     "Piece",
     "Shapes",
     "dealt",
+    "fitting",
     "flat_pieces",
+    "regrouped",
     "shapes_of",
     "shard",
     "shard_pieces",
@@ -29,6 +32,9 @@ __all__ = [
 ]
 
 Shapes = dict[str, tuple[int, ...]]
+
+ALIGNMENT = 2
+"""Padding of a flat of stages 1 and 2 is shorter than so many elements a rank, in every version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +49,22 @@ class Piece:
     at: int
 
 
-def flat_pieces(groups: Sequence[Shapes], ranks: int, between: int = 1) -> Iterator[Piece]:
-    """Stages 1 and 2: one flat a group, cut evenly; the tensors in the flat's order."""
+def flat_pieces(
+    groups: Sequence[Shapes],
+    ranks: int,
+    between: int = 1,
+    parts: Sequence[int] | None = None,
+) -> Iterator[Piece]:
+    """Stages 1 and 2: one flat a group, cut evenly; the tensors in the flat's order.
+
+    `parts` are the elements of a rank of each flat, by default those of DeepSpeed 0.19: older versions
+    pad to other multiples.
+    """
     for number, shapes in enumerate(groups):
         sizes = [prod(shape) for shape in shapes.values()]
         group = zero_group(sizes, ranks, between=between)
+        if parts is not None:
+            group = FlatGroup(group.offsets, parts[number])
         for rank in range(ranks):
             start, stop, at = group.spans(sizes, rank)
             for i, name in enumerate(shapes):
@@ -80,6 +97,50 @@ def _turns(count: int, ranks: int) -> list[int]:
     return sorted(range(count), key=lambda at: at % ranks)
 
 
+def fitting(group: Shapes, part: int, ranks: int, between: int = 1) -> bool:
+    """Whether a group's tensors fill a flat of so many parts, but for the padding of any version.
+
+    >>> fitting({"a": (5,)}, 4, 2), fitting({"a": (5,), "b": (4,)}, 4, 2), fitting({"a": (3,)}, 4, 2)
+    (True, False, False)
+    """
+    sizes = [prod(shape) for shape in group.values()]
+    offsets = zero_group(sizes, ranks, between=between).offsets
+    total = max((int(at) + size for at, size in zip(offsets, sizes, strict=True)), default=0)
+    return 0 <= part * ranks - total < ALIGNMENT * ranks or part * ranks == total
+
+
+def regrouped(shapes: Shapes, held: Sequence[int], ranks: int) -> list[Shapes] | None:
+    """One list of all groups' tensors, cut into groups; None if there is more than one way.
+
+    DeepSpeed before 0.5 did not list by group. `held` are the elements of each flat on all ranks, which
+    those versions kept without padding, unless it was longer than the last rank's part.
+
+    >>> regrouped({"a": (5,), "b": (9,), "c": (1,)}, [5, 10], 2)
+    [{'a': (5,)}, {'b': (9,), 'c': (1,)}]
+    >>> regrouped({"a": (5,), "b": (1,), "c": (9,)}, [6, 10], 2)
+    [{'a': (5,), 'b': (1,)}, {'c': (9,)}]
+    """
+    names = [name for name, shape in shapes.items() if all(shape)]
+    ends = [0, *accumulate(prod(shapes[name]) for name in names)]
+    ways: list[tuple[int, ...]] = [()]
+    for total in held:  # each way is where the groups so far end
+        longer = [
+            (*way, stop)
+            for way in ways
+            for stop in range(way[-1] if way else 0, len(ends))
+            if 0 <= total - (ends[stop] - ends[way[-1] if way else 0]) < ALIGNMENT * ranks
+        ]
+        ways = longer[:1000]
+    whole = [way for way in ways if way and way[-1] == len(names)]
+    exact = [w for w in whole if [ends[b] - ends[a] for a, b in pairwise((0, *w))] == list(held)]
+    chosen = exact if exact else whole
+    if len(chosen) != 1:
+        return None
+    groups = [names[start:stop] for start, stop in pairwise((0, *chosen[0]))]
+    groups[0] += [name for name, shape in shapes.items() if not all(shape)]  # they lie nowhere
+    return [{name: shapes[name] for name in own} for own in groups]
+
+
 def shard(numel: int, ranks: int, rank: int) -> tuple[int, int]:
     """Stage 3: the elements `[start, stop)` of a parameter that a rank holds, without padding.
 
@@ -107,9 +168,11 @@ def shard_pieces(
         for name, shape in shapes.items():
             size = prod(shape)
             part = zero3_part(size, ranks)
+            full = True
             while number < len(flats) and at + part > flats[number]:
+                full &= at == flats[number]
                 number, at = number + 1, 0
-            if number == len(flats):
+            if number == len(flats) or not full:
                 lost.append(name)
                 continue
             where[name] = number

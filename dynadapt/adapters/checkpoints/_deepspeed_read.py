@@ -15,10 +15,12 @@ from dynadapt.adapters.checkpoints import _deepspeed_geometry as geometry
 from dynadapt.adapters.checkpoints._deepspeed_files import (
     aliases_of,
     aux_items,
+    buffers_of,
     groups_of,
     hyper_item,
     number,
     optimizer_states,
+    options_of,
     scaler_item,
     ties_of,
 )
@@ -48,8 +50,7 @@ class Reading(ABC):
         self.specs: dict[Key, KeySpec] = {}
         self.scalars: dict[str, dict[str, int | float]] = {}
         self.module: dict[str, Any] = folder.common["module"] or {}
-        names = folder.common.get("buffer_names")
-        self.buffer_names = set(names) if isinstance(names, list) else set()
+        self.buffer_names = buffers_of(folder)
         self.aliases = aliases_of(folder.common) or ties_of(self.module)
         self.tied = {alias for own in self.aliases.values() for alias in own}
         params = [n for n in self.module if n not in self.buffer_names and n not in self.tied]
@@ -107,6 +108,12 @@ class Reading(ABC):
 
     def _frozen(self) -> None:
         shapes = geometry.shapes_of(self.folder.common.get("frozen_param_shapes"))
+        if self.sharded:
+            known = {key.name for key in self.specs} | set(shapes) | self.buffer_names | self.tied
+            fix = "gather it in a job of the DeepSpeed that wrote this"
+            cause = "is frozen, and a DeepSpeed before 0.9 keeps nothing of it at stage 3"
+            lost = [name for name in self.module if name not in known]
+            self.files.findings += [Finding("missing-key", name, cause, fix) for name in lost]
         for rank, file in enumerate(self.folder.model):
             fragments = file.tree.get("frozen_param_fragments") or {}
             for name, tensor in fragments.items():
@@ -167,10 +174,14 @@ class Flats(Reading):
 
     def optimizer(self) -> list[AuxItem]:
         """See `Reading.optimizer`."""
-        groups = groups_of(self.folder.common)
-        if not any(groups):
+        if any("local_sub_partitions_of_fp32_groups" in states for states in self.states):
+            cause = "is of stage 1 of a DeepSpeed before 0.5, which cuts a flat into sub-partitions"
+            fix = "load it with that DeepSpeed and save it with ZeRO stage 2"
+            raise Refused([Finding("unsupported-stage", str(self.folder.root), cause, fix)])
+        groups = groups_of(self.folder.common) or groups_of(self.folder.optim[0].tree)
+        if not groups:
             cause = "does not say its parameters' shapes"
-            fix = "it was written by a DeepSpeed before 0.4, or of weights only"
+            fix = "it was written by a DeepSpeed before 0.3.13: load it with that, save it with a newer one"
             raise Refused([Finding("bad-file", self.folder.model[0].path, cause, fix)])
         return self._zero3(groups) if self.stage == 3 else self._zero12(groups)
 
@@ -180,16 +191,41 @@ class Flats(Reading):
         return [list(states.get(name) or ()) for states in self.states]
 
     def _base(self, states: Mapping[str, Any]) -> tuple[Mapping[Any, Any], list[Any]]:
-        """The torch optimizer's own state and groups."""
+        """The torch optimizer's own state and groups.
+
+        With `elastic_checkpoint`, the default before 0.5, there are states by group and no more.
+        """
         name = "optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"
         base = states.get(name)
+        if isinstance(base, list):
+            return dict(enumerate(base)), []
         if not isinstance(base, dict):
             return {}, []
-        return base.get("state") or {}, base.get("param_groups") or []
+        found = base.get("param_groups")
+        return options_of(base, "state"), found if isinstance(found, list) else []
 
     def _zero12(self, groups: Sequence[Shapes]) -> list[AuxItem]:
         # The list is in the order of the flats, which round_robin_gradients has changed already.
-        pieces = list(geometry.flat_pieces(groups, self.ranks, self._between()))
+        sizes = [
+            [prod(f.shape) for f in own if isinstance(f, StoredTensor)] for own in self._flats()
+        ]
+        held = [sum(own) for own in zip(*sizes, strict=False)]
+        if len(groups) == 1 and len(held) > 1:
+            groups = geometry.regrouped(groups[0], held, self.ranks) or groups
+        between = self._between()
+        parts = sizes[0] if self.ranks > 1 else held  # the last rank's may be without its padding
+        fits = [
+            geometry.fitting(own, part, self.ranks, between)
+            for own, part in zip(groups, parts, strict=False)
+        ]
+        if len(groups) != len(parts) or not all(fits):
+            cause = (
+                f"lists {[sum(map(prod, own.values())) for own in groups]} elements of parameters, and has "
+                f"{held} in its flats"
+            )
+            fix = "a DeepSpeed before 0.4 lists frozen parameters too, and those of all groups together"
+            raise Refused([Finding("geometry", str(self.folder.root), cause, fix)])
+        pieces = list(geometry.flat_pieces(groups, self.ranks, between, parts))
         number_of = {name: i for i, own in enumerate(groups) for name in own}
         self._place(groups, pieces)
         _, param_groups = self._base(self.states[0])

@@ -76,4 +76,8 @@ class DeepSpeedDir(Format):
         agree()
         writing, made = x.made
         writing.seal(made, scalars, aux)
-        return outcomes_of(aux, "a DeepSpeed checkpoint")
+        outcomes = outcomes_of(aux, "a DeepSpeed checkpoint")
+        if "param_groups" not in aux:
+            note = "the source has no hyperparameters: load this with load_optimizer_states=False"
+            outcomes += (Outcome("param_groups", "dropped", note),)
+        return outcomes
