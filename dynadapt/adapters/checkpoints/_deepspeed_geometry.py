@@ -117,7 +117,7 @@ def regrouped(shapes: Shapes, held: Sequence[int], ranks: int) -> list[Shapes] |
 
     >>> regrouped({"a": (5,), "b": (9,), "c": (1,)}, [5, 10], 2)
     [{'a': (5,)}, {'b': (9,), 'c': (1,)}]
-    >>> regrouped({"a": (5,), "b": (1,), "c": (9,)}, [6, 10], 2)
+    >>> regrouped({"a": (5,), "b": (1,), "c": (9,)}, [6, 9], 2)
     [{'a': (5,), 'b': (1,)}, {'c': (9,)}]
     """
     names = [name for name, shape in shapes.items() if all(shape)]
