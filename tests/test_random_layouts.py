@@ -84,7 +84,10 @@ def _there_and_back(
     return reports[0]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Each example is two whole migrations by up to eight threads.
+@settings(
+    max_examples=settings().max_examples * 2 // 3, suppress_health_check=[HealthCheck.too_slow]
+)
 @given(data=st.data(), count=st.integers(1, 8), specs=more.key_sets(), seed=more.seeds)
 def test_any_layout_to_any_other_and_back(
     data: st.DataObject, count: int, specs: tuple[KeySpec, ...], seed: int
