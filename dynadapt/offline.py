@@ -7,9 +7,10 @@ are these functions; `load` and `save`, which join a checkpoint with a live job,
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from dynadapt.elastic import comparison, conversion
+from dynadapt.elastic import arrangement, comparison, conversion, conversion_plan
 from dynadapt.elastic.budget import Budget
 from dynadapt.elastic.checkpoint import Checkpoint, open_checkpoint
 from dynadapt.elastic.selection import Selection
@@ -22,10 +23,13 @@ if TYPE_CHECKING:
 
     from dynadapt.elastic.comparison import Comparison
     from dynadapt.elastic.conversion import ConversionReport
+    from dynadapt.elastic.conversion_plan import ConversionPlan
+    from dynadapt.protocols import FileTarget
+    from dynadapt.transport.plan import Narrow
 
     Path = str | os.PathLike[str]
 
-__all__ = ["Checkpoint", "convert", "diff", "open"]
+__all__ = ["Checkpoint", "convert", "diff", "open", "plan"]
 
 
 def open(path: Path) -> Checkpoint:
@@ -51,8 +55,11 @@ def _opened(x: Path | Checkpoint) -> Checkpoint:
 def convert(
     src: Path | Checkpoint,
     dst: Path,
-    to: str,
+    to: str | None = None,
     *,
+    like: Path | Checkpoint | None = None,
+    order: Sequence[str] = (),
+    groups: Sequence[Sequence[str]] = (),
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     strip_prefix: str = "",
@@ -69,7 +76,10 @@ def convert(
 ) -> ConversionReport:
     """Write a checkpoint in another format or layout, in one pass, and prove it by its fingerprint.
 
-    `to` is a format (`universal`, `safetensors`), a layout (`zero3:dp=4`), or both. `include` and
+    `to` is a format (`universal`, `safetensors`), a layout (`zero3:dp=4`), or both. `like` is a checkpoint
+    whose format and layout are wanted (unless `to` says another), its order of parameters and its groups
+    too. `order` lists the model's parameter names (`named_parameters()`), `groups` those of each of the
+    optimizer's groups: flat layouts need an order, and safetensors or DCP do not say it. `include` and
     `exclude` are globs over names, `strip_prefix` and `add_prefix` change them. `dtype` is that of floats
     in safetensors, but for names that match `keep_dtype`; `max_shard_size` bounds such a file, in bytes.
     `max_memory` bounds, in bytes, the anonymous memory that this takes over what the process holds: fewer
@@ -87,23 +97,26 @@ def convert(
     ('bfloat16', True)
     """
     budget = Budget.of(max_memory)
-    options: dict[str, Any] = {}
-    if max_shard_size is not None:
-        options["max_shard_size"] = max_shard_size
-    if dtype is not None:
-        if dtype not in ITEMSIZE:
-            raise Refused([Finding("bad-argument", f"dtype {dtype}", "there is no such dtype")])
-        options |= {"dtype": dtype, "keep_dtype": tuple(keep_dtype)}
-    wanted = target_of(os.fspath(dst), to, options)
-    chosen = Selection(
-        include=tuple(include),
-        exclude=tuple(exclude),
-        strip_prefix=strip_prefix,
-        add_prefix=add_prefix,
-        weights_only=weights_only or wanted.format == "safetensors",
+    source = _opened(src)
+    wanted, chosen = _wanted(
+        dst,
+        to,
+        like=like,
+        order=order,
+        groups=groups,
+        selection=Selection(
+            include=tuple(include),
+            exclude=tuple(exclude),
+            strip_prefix=strip_prefix,
+            add_prefix=add_prefix,
+            weights_only=weights_only,
+        ),
+        dtype=dtype,
+        keep_dtype=keep_dtype,
+        max_shard_size=max_shard_size,
     )
     return conversion.convert(
-        _opened(src),
+        source,
         wanted,
         selection=chosen,
         narrow="allow" if dtype is not None else "if-exact",
@@ -113,6 +126,90 @@ def convert(
         budget=budget,
         on_bytes=on_bytes,
     )
+
+
+def plan(
+    src: Path | Checkpoint,
+    to: str | None = None,
+    *,
+    like: Path | Checkpoint | None = None,
+    order: Sequence[str] = (),
+    groups: Sequence[Sequence[str]] = (),
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    strip_prefix: str = "",
+    add_prefix: str = "",
+    weights_only: bool = False,
+    dtype: str | None = None,
+    keep_dtype: Sequence[str] = (),
+    max_shard_size: int | None = None,
+    threads: int = 2,
+) -> ConversionPlan:
+    """What `convert` with the same arguments would do: bytes, files, memory, seconds. Writes nothing.
+
+    Raises what `convert` would raise before it writes.
+
+    >>> import numpy, pathlib, tempfile, safetensors.numpy
+    >>> at = pathlib.Path(tempfile.mkdtemp()) / "model.safetensors"
+    >>> safetensors.numpy.save_file({"w": numpy.ones(3, "f4")}, at)
+    >>> found = plan(at, "safetensors")
+    >>> found.bytes_read, found.bytes_state, found.files
+    (12, 12, 1)
+    """
+    source = _opened(src)
+    wanted, chosen = _wanted(
+        "plan",
+        to,
+        like=like,
+        order=order,
+        groups=groups,
+        selection=Selection(
+            include=tuple(include),
+            exclude=tuple(exclude),
+            strip_prefix=strip_prefix,
+            add_prefix=add_prefix,
+            weights_only=weights_only,
+        ),
+        dtype=dtype,
+        keep_dtype=keep_dtype,
+        max_shard_size=max_shard_size,
+    )
+    narrow: Narrow = "allow" if dtype is not None else "if-exact"
+    return conversion_plan.plan(source, wanted, selection=chosen, narrow=narrow, threads=threads)
+
+
+def _wanted(
+    dst: Path,
+    to: str | None,
+    *,
+    like: Path | Checkpoint | None,
+    order: Sequence[str],
+    groups: Sequence[Sequence[str]],
+    selection: Selection,
+    dtype: str | None,
+    keep_dtype: Sequence[str],
+    max_shard_size: int | None,
+) -> tuple[FileTarget, Selection]:
+    """The target that arguments mean, and what of the source goes there."""
+    options: dict[str, Any] = {}
+    if max_shard_size is not None:
+        options["max_shard_size"] = max_shard_size
+    if dtype is not None:
+        if dtype not in ITEMSIZE:
+            raise Refused([Finding("bad-argument", f"dtype {dtype}", "there is no such dtype")])
+        options |= {"dtype": dtype, "keep_dtype": tuple(keep_dtype)}
+    known_order, known_groups = tuple(order), tuple(map(tuple, groups))
+    if like is not None:
+        text, its_order, its_groups = arrangement.like(_opened(like))
+        to = to or text
+        known_order, known_groups = known_order or its_order, known_groups or its_groups
+    if to is None:
+        fix = "say a format or a layout, or a checkpoint that it is to be like"
+        raise Refused([Finding("bad-argument", "to", "nothing says what is wanted", fix)])
+    wanted = target_of(os.fspath(dst), to, options)
+    if wanted.format == "safetensors":
+        selection = replace(selection, weights_only=True)
+    return replace(wanted, order=known_order, groups=known_groups), selection
 
 
 def diff(

@@ -117,7 +117,9 @@ class Described:
     are gone. `scalars` maps parameter name -> {label: number}, e.g. `{"w": {"step": 5}}`.
     `coordinate` is the rank's place in its own mesh by role (`dp`, `tp`, `pp`), `files` the paths
     behind file endpoints: endpoint number -> path (then `rows_of` holds their rows). `flat_step`: many
-    parameters share one step; of several models, `flat_models` are those of which that holds.
+    parameters share one step; of several models, `flat_models` are those of which that holds. Of files,
+    `written` is the text that asks for the same format and layout, and `ordered` says whether the keys
+    are in the model's order.
     """
 
     specs: tuple[KeySpec, ...]
@@ -130,6 +132,8 @@ class Described:
     allocated: int = 0
     flat_step: bool = False
     flat_models: tuple[str, ...] = ()
+    written: str = ""
+    ordered: bool = True
     keep: tuple[Any, ...] = ()
 
 
@@ -184,7 +188,8 @@ class FileTarget:
 
     `layout` is None for formats that have none. `order` lists all parameter names as the model has
     them, `groups` the optimizer's, where the source does not say. `options` are the format's own.
-    `crcs` are CRC-32 sums by buffer of what was written, where whoever wrote it has taken them.
+    `crcs` are CRC-32 sums by buffer of what was written, where whoever wrote it has taken them. Of a
+    `dry` one the files are laid out and not made: for a plan, or because another process makes them.
     """
 
     path: str
@@ -194,6 +199,7 @@ class FileTarget:
     groups: tuple[tuple[str, ...], ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     crcs: dict[str, int] = field(default_factory=dict)
+    dry: bool = False
     made: Any = None
 
 

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from dynadapt.cli._arrange import LikeOption, ModelOption, OrderOption, ToOption, arrangement_of
 from dynadapt.cli._files import WorkersOption
 from dynadapt.cli._options import JsonOption
 
@@ -24,12 +25,10 @@ Globs = Annotated[list[str] | None, typer.Option(help="Glob over tensor names; m
 def convert(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint to read.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="Where to write; must not exist.")],
-    to: Annotated[
-        str,
-        typer.Option(
-            "--to", metavar="SPEC", help="zero3:dp=4, zero1:dp=2, universal or safetensors."
-        ),
-    ],
+    to: ToOption = None,
+    like: LikeOption = None,
+    model: ModelOption = None,
+    order: OrderOption = None,
     include: Globs = None,
     exclude: Globs = None,
     strip_prefix: Annotated[str, typer.Option(help="Taken off every name that has it.")] = "",
@@ -75,6 +74,7 @@ def convert(
             source,
             target,
             to,
+            **arrangement_of(like, model, order),
             include=include or (),
             exclude=exclude or (),
             strip_prefix=strip_prefix,

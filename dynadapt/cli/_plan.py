@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
+from dynadapt.cli._arrange import LikeOption, OrderOption, arrangement_of
 from dynadapt.cli._options import JsonOption
 from dynadapt.errors import DynadaptError
 
@@ -29,12 +30,22 @@ UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
 def plan(
+    checkpoint: Annotated[
+        Path | None,
+        typer.Argument(metavar="[SRC]", help="A checkpoint: plan its conversion instead."),
+    ] = None,
     model: Annotated[
-        str,
+        str | None,
         typer.Option(help="A Hugging Face folder or config.json, or a JSON listing of tensors."),
-    ],
-    source: Annotated[str, typer.Option("--from", help="Layout now, e.g. zero3:dp=128.")],
-    target: Annotated[str, typer.Option("--to", help="Layout wanted, e.g. ddp:dp=16,tp=8.")],
+    ] = None,
+    source: Annotated[
+        str | None, typer.Option("--from", help="Layout now, e.g. zero3:dp=128.")
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option("--to", help="Layout wanted, e.g. ddp:dp=16,tp=8.")
+    ] = None,
+    like: LikeOption = None,
+    order: OrderOption = None,
     links: Annotated[
         str, typer.Option(help="h100, a800, flat-200g or ethernet-25g: hosts of 8, but for flat.")
     ] = "h100",
@@ -52,14 +63,24 @@ def plan(
 ) -> None:
     """Plan a change of layout and price it on a cluster's links; nothing is loaded or written.
 
-    Every rank's plan is made up to 256 ranks, a sample's beyond. Times leave out what a framework does
-    before and after the move.
+    With SRC, a checkpoint, say what `convert SRC DST --to` would read, write and hold. Without it, every
+    rank's plan is made up to 256 ranks, a sample's beyond. Times leave out what a framework does before
+    and after the move.
     """
     from dynadapt.adapters.model_shapes import read_model
     from dynadapt.transport.simulate import simulate
     from dynadapt.vps.declare import declare
     from dynadapt.vps.tp_rules import read_rules
 
+    if checkpoint is not None:
+        if source is not None:
+            cause = "--from: a checkpoint says its own layout"
+            raise DynadaptError(cause, reason="bad-argument")
+        _of_checkpoint(checkpoint, target, arrangement_of(like, model, order), as_json)
+        return
+    if model is None or source is None or target is None:
+        cause = "give SRC and --to, or --model, --from and --to"
+        raise DynadaptError(cause, reason="bad-argument")
     if experts not in {"stacked", "listed"}:
         raise DynadaptError(f"--experts {experts}: give stacked or listed", reason="bad-argument")
     states = _states(optimizer)
@@ -94,6 +115,33 @@ def plan(
         typer.echo(json.dumps(facts, indent=2))
         return
     _print(console, facts, _whole(shape, rules, layouts))
+
+
+def _of_checkpoint(
+    source: Path, to: str | None, arrangement: dict[str, Any], as_json: bool
+) -> None:
+    """A conversion that is not done."""
+    from dynadapt import offline
+    from dynadapt.elastic.outcome import human
+
+    found = offline.plan(source, to, **arrangement)
+    if as_json:
+        typer.echo(json.dumps(found.to_json(), indent=2))
+        return
+    wanted = f"{found.format}/{found.layout}" if found.layout else found.format
+    table = Table("", "", show_header=False, title=escape(f"{source} -> {wanted}"))
+    for name, text in (
+        ("read", human(found.bytes_read)),
+        ("of the source's state", human(found.bytes_state)),
+        ("written", f"{human(found.bytes_written)}, copies and padding included"),
+        ("files", f"{found.files}, of {human(found.largest_file)} at most"),
+        ("peak memory", f"{human(found.peak_bytes)} beside the interpreter's"),
+        ("seconds", f"about {found.seconds:.1f}, if the disk takes 1 GB/s"),
+        ("left out", ", ".join(found.dropped[:5]) + (", ..." if found.dropped[5:] else "")),
+    ):
+        if text:
+            table.add_row(name, escape(text))
+    Console().print(table)
 
 
 def _states(optimizer: str) -> tuple[State, ...]:

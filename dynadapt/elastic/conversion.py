@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dynadapt.elastic.arrangement import arranged
 from dynadapt.elastic.budget import Budget, Effort
 from dynadapt.elastic.checkpoint import Checkpoint, layout_of, open_checkpoint
 from dynadapt.elastic.place import MANIFEST, Place, write_manifest
@@ -30,11 +31,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from dynadapt.elastic.selection import Selection
-    from dynadapt.protocols import AuxItem
-    from dynadapt.transport.plan import Narrow
+    from dynadapt.protocols import Adapter, AuxItem, Described
+    from dynadapt.transport.plan import Match, Narrow
     from dynadapt.vps.layout import RowLayout
 
-__all__ = ["ConversionReport", "convert", "copies", "grouped"]
+__all__ = ["ConversionReport", "convert", "copies", "grouped", "laid_out"]
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ def convert(
     if problems:
         raise Refused(problems)
     own = source.own if selection is None else selection.of(source.own)
-    layout = source.layout if selection is None else layout_of(own)
+    own, target = arranged(own, target, source.path)
+    layout = layout_of(own)
     try:
         work = replace(target, path=str(place.begin()), crcs={}, made=None)
         spend = budget or Budget()
@@ -122,9 +124,24 @@ def convert(
     return replace(report, target=str(place.path), seconds=clock.seconds)
 
 
+def laid_out(
+    own: Described, layout: RowLayout, work: FileTarget, narrow: Narrow
+) -> tuple[Adapter, Described, RowLayout, Match]:
+    """The target's files, made unless dry, and what of the source goes where in them. Raises `Refused`."""
+    writer = adapter_for(work)
+    grouped(work, {item.path: item for item in own.aux})
+    made = writer.prepare(work, layout.keys)
+    there = layout_of(made)
+    matched = match(layout.keys, there.keys, Options(narrow=narrow, allow=frozenset({"extra"})))
+    findings = [*matched.findings, *cover.prove(there)]
+    if findings:
+        raise Refused(findings)
+    return writer, made, there, replace(matched, pairs=(*matched.pairs, *copies(layout, there)))
+
+
 def _write(
     source: Checkpoint,
-    own: Any,
+    own: Described,
     layout: RowLayout,
     work: FileTarget,
     clock: _Clock,
@@ -134,16 +151,8 @@ def _write(
     budget: Budget,
     on_bytes: Callable[[int, int], None] | None,
 ) -> ConversionReport:
-    writer = adapter_for(work)
     aux = {item.path: item for item in own.aux}
-    grouped(work, aux)
-    made = writer.prepare(work, layout.keys)
-    there = layout_of(made)
-    matched = match(layout.keys, there.keys, Options(narrow=narrow, allow=frozenset({"extra"})))
-    findings = [*matched.findings, *cover.prove(there)]
-    if findings:
-        raise Refused(findings)
-    matched = replace(matched, pairs=(*matched.pairs, *copies(layout, there)))
+    writer, made, there, matched = laid_out(own, layout, work, narrow)
     effort = budget.effort(threads, again=verify)
     clock.lap("prepare")
     total = sum(p.target.nbytes for p in matched.pairs if not p.fill)
@@ -158,7 +167,7 @@ def _write(
     streamed = stream(
         matched,
         layout,
-        own.buffers,
+        own.buffers,  # type: ignore[arg-type]  # likewise
         there,
         made.buffers,  # type: ignore[arg-type]  # its buffers are files
         narrow=narrow,

@@ -67,6 +67,11 @@ class Reading(ABC):
 
     @property
     @abstractmethod
+    def layout(self) -> str:
+        """The kind of layout, its ranks, and what is not the default of how they are filled."""
+
+    @property
+    @abstractmethod
     def scaler(self) -> AuxItem | None:
         """What the loss is multiplied by."""
 
@@ -82,7 +87,17 @@ class Reading(ABC):
         aux = (*own, *aux_items(self.folder.common), *([scaler] if scaler else []))
         files = {file_endpoint(name): tuple(rows) for name, rows in self.files.rows.items()}
         specs = tuple(self.specs.values())
-        return Described(specs, (), self.files.buffers, self.scalars, aux, files=files)
+        copies = [spec.dtype for spec in specs if spec.key.slot == "compute"]
+        dtype = f",dtype={max(sorted(set(copies)), key=copies.count)}" if copies else ""
+        return Described(
+            specs,
+            (),
+            self.files.buffers,
+            self.scalars,
+            aux,
+            files=files,
+            written=f"deepspeed/{self.layout}{dtype}",
+        )
 
     def _spec(self, key: Key, shape: tuple[int, ...], dtype: str, group: int, **more: Any) -> None:
         aliases = self.aliases.get(key.name, ())
@@ -166,6 +181,16 @@ class Flats(Reading):
     def sharded(self) -> bool:
         """Stage 3."""
         return self.stage == 3
+
+    @property
+    def layout(self) -> str:
+        """See `Reading.layout`."""
+        stage = 1 if not self.sharded and self.folder.option("stage") == 1 else self.stage
+        text = f"zero{stage}:dp={self.ranks}"
+        if self.sharded and isinstance(size := self.folder.option("sub_group_size"), int | float):
+            return f"{text},sub_group_size={int(size)}"
+        dealt = not self.sharded and self.folder.option("round_robin_gradients") is True
+        return f"{text},round_robin=true" if dealt else text
 
     @property
     def scaler(self) -> AuxItem | None:

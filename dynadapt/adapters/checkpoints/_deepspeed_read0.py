@@ -60,6 +60,11 @@ class Whole(Reading):
         return "fp32_groups" in self.tree or "fp32_groups_flat" in self.tree
 
     @property
+    def layout(self) -> str:
+        """See `Reading.layout`. How many ranks there were is not told, and makes no difference."""
+        return "zero0:dp=1" + (",fused=true" if "fp32_groups_flat" in self.tree else "")
+
+    @property
     def scaler(self) -> AuxItem | None:
         """Fields of the wrapper's own."""
         scale, dynamic = self.tree.get("cur_scale"), self.tree.get("dynamic_loss_scale") is True

@@ -26,9 +26,13 @@ __all__ = ["Making", "allocate"]
 
 @dataclass
 class Making:
-    """The files of one checkpoint under `root`; `buffers` are to be filled before `seal`."""
+    """The files of one checkpoint under `root`; `buffers` are to be filled before `seal`.
+
+    `dry` lays them out and makes none.
+    """
 
     root: Path
+    dry: bool = False
     buffers: dict[str, FileBuffer] = field(default_factory=dict)
     frames: dict[str, Frame] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
@@ -48,8 +52,8 @@ class Making:
             self.buffers[f"{path}#{name}"] = FileBuffer(str(self.root / path), dtype, at, numel)
 
     def allocate(self) -> None:
-        """Make all files in full size; raises `Refused` (`disk-full`, `unwritable-file`)."""
-        for path, size in self.sizes.items():
+        """Make all files in full size, unless dry; raises `Refused` (`disk-full`, `unwritable-file`)."""
+        for path, size in () if self.dry else self.sizes.items():
             allocate(self.root / path, size)
 
     def crc(self, buffer: str, known: Mapping[str, int]) -> int:
@@ -78,7 +82,9 @@ class Making:
                 file.write(data)
 
     def write(self, path: str, data: bytes, at: int = 0) -> None:
-        """Put bytes into a file that was laid out, or make a small one."""
+        """Put bytes into a file that was laid out, or make a small one; nothing if dry."""
+        if self.dry:
+            return
         full = self.root / path
         full.parent.mkdir(parents=True, exist_ok=True)
         with _open(full) as file:

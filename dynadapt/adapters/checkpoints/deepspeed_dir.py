@@ -58,7 +58,7 @@ class DeepSpeedDir(Format):
         """Lay out the files of all ranks; raises `Refused` with everything that cannot be so written."""
         kind = x.layout.kind if x.layout is not None else ""
         writing = Writing0(x, keys) if kind == "zero0" else Writing(x, keys)
-        made = Making(Path(x.path))
+        made = Making(Path(x.path), x.dry)
         rows = writing.laid.into(made)
         x.made = (writing, made)
         specs = tuple(writing.laid.keys.values())

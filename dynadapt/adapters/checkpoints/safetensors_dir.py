@@ -106,7 +106,9 @@ class SafetensorsDir(Format):
         findings += _missing(root, names, {e[0]: e[1] for e in every})
         if findings:
             raise Refused(findings)
-        return Described(tuple(specs), (), buffers, files=files)
+        return Described(
+            tuple(specs), (), buffers, files=files, written="safetensors", ordered=False
+        )
 
     def prepare(self, x: FileTarget, keys: tuple[KeySpec, ...]) -> Described:
         """Lay out the files, of at most `options["max_shard_size"]` bytes each."""
@@ -120,7 +122,7 @@ class SafetensorsDir(Format):
         ]
         if findings:
             raise Refused(findings)
-        made = x.made = Making(Path(x.path))
+        made = x.made = Making(Path(x.path), x.dry)
         kept.sort(key=lambda k: (k.order, natural(k.key.name)))
         shards = _shards(kept, int(x.options.get("max_shard_size", SHARD)))
         files, placed = {}, {}

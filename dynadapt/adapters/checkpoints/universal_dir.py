@@ -90,7 +90,7 @@ class UniversalDir(Format):
             laid.whole(f"{tag}/{MODEL3}", spec, spec.key.name)
         for spec in model.frozen:
             laid.whole(f"{tag}/{MODEL3}", spec, f"frozen.{spec.key.name}")
-        made = Making(Path(x.path))
+        made = Making(Path(x.path), x.dry)
         rows = laid.into(made)
         x.made = (model, made, laid, tag)
         return Described(tuple(laid.keys.values()), (), made.buffers, files=rows, flat_step=True)
@@ -248,7 +248,8 @@ def _read(root: Path) -> Described:
         raise Refused(files.findings)
     aux = [*_optimizer(root, groups), *aux_items(common)]
     rows = {file_endpoint(path): tuple(own) for path, own in files.rows.items()}
-    return Described(tuple(specs.values()), (), files.buffers, scalars, tuple(aux), files=rows)
+    told = tuple(specs.values())
+    return Described(told, (), files.buffers, scalars, tuple(aux), files=rows, written="universal")
 
 
 def _optimizer(root: Path, groups: Sequence[geometry.Shapes]) -> list[AuxItem]:

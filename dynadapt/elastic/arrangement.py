@@ -1,0 +1,177 @@
+"""In which order and which groups the parameters of a target lie, where its source does not say."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dynadapt.errors import Finding, Refused
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from dynadapt.elastic.checkpoint import Checkpoint
+    from dynadapt.protocols import AuxItem, Described, FileTarget
+    from dynadapt.vps.keys import KeySpec
+
+__all__ = ["arranged", "like", "order_in_file"]
+
+Groups = tuple[tuple[str, ...], ...]
+
+_FLAT = {"zero1", "zero2", "zero3", "fsdp1"}
+"""Kinds that cut many parameters as one: what lies where depends on the order."""
+
+_BY_ORDER = _FLAT | {"zero0"}
+"""Kinds whose states have no names, but numbers."""
+
+
+def order_in_file(path: Path) -> tuple[tuple[str, ...], Groups]:
+    """Names from a file: a line each, groups of the optimizer apart by empty lines; or JSON.
+
+    JSON is a list of names, or `{"order": [...], "groups": [[...], ...]}`. Raises `Refused` (`no-file`,
+    `bad-json`).
+
+    >>> import pathlib, tempfile
+    >>> at = pathlib.Path(tempfile.mkdtemp()) / "order.txt"
+    >>> _ = at.write_text("a.weight\\na.bias\\n\\nhead.weight\\n")
+    >>> order_in_file(at)
+    (('a.weight', 'a.bias', 'head.weight'), (('a.weight', 'a.bias'), ('head.weight',)))
+    """
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refused([Finding("no-file", str(path), f"cannot be read: {error}")]) from error
+    if text.lstrip()[:1] in {"[", "{"}:
+        return _of_json(path, text)
+    blocks: list[list[str]] = [[]]
+    for line in (line.strip() for line in text.splitlines()):
+        if line:
+            blocks[-1].append(line)
+        elif blocks[-1]:
+            blocks.append([])
+    groups = tuple(tuple(block) for block in blocks if block)
+    order = tuple(name for own in groups for name in own)
+    return order, groups if len(groups) > 1 else ()
+
+
+def _of_json(path: Path, text: str) -> tuple[tuple[str, ...], Groups]:
+    try:
+        found = json.loads(text)
+        groups = found.get("groups", ()) if isinstance(found, dict) else ()
+        order = found["order"] if isinstance(found, dict) else found
+        named = [order, *groups]
+        if not all(isinstance(n, str) for own in named for n in own):
+            raise TypeError("a name is a text")
+        return tuple(order), tuple(map(tuple, groups))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        cause = f'is neither a list of names nor {{"order": [...], "groups": [[...]]}}: {error!r}'
+        raise Refused([Finding("bad-json", str(path), cause[:200])]) from error
+
+
+def like(found: Checkpoint) -> tuple[str, tuple[str, ...], Groups]:
+    """What asks for a checkpoint's own format and layout, its order and its groups.
+
+    Raises `Refused` (`bad-spec`) for a format that is read only.
+    """
+    own = found.own
+    if not own.written:
+        cause = f"is of a format, {found.format}, that is not written"
+        raise Refused([Finding("bad-spec", found.path, cause, "say --to")])
+    params = [spec for spec in own.specs if spec.key.slot == "param"]
+    order = [s.key.name for s in sorted(params, key=lambda s: s.order)] if own.ordered else []
+    item = found.aux.get("param_groups")
+    return own.written, tuple(order), _of_item(item)
+
+
+def _of_item(item: AuxItem | None) -> Groups:
+    return () if item is None else tuple(tuple(group["names"]) for group in item.value)
+
+
+def arranged(own: Described, target: FileTarget, source: str) -> tuple[Described, FileTarget]:
+    """A source and a target that agree on order and groups; raises `Refused` with all that is missing.
+
+    Groups are the target's, else those that its SPEC asks for (`groups=1`, or `decay`: matrices, and
+    all else), else the source's.
+    """
+    params = [spec for spec in own.specs if spec.key.slot == "param"]
+    kind = target.layout.kind if target.layout is not None else ""
+    findings = [*_unordered(own, target, kind, source), *_unknown(target, params)]
+    item = next((each for each in own.aux if each.path == "param_groups"), None)
+    groups = target.groups or _asked(target, params) or _of_item(item)
+    if item is not None and groups != _of_item(item):
+        item, unlike = _regrouped(item, groups, {a for s in params for a in s.aliases})
+        findings += unlike
+    if findings:
+        raise Refused(findings)
+    aux = tuple(item if item is not None and x.path == item.path else x for x in own.aux)
+    place = {name: i for i, name in enumerate(target.order)}
+    specs = tuple(_placed(spec, place) for spec in own.specs)
+    return replace(own, specs=specs, aux=aux), replace(target, groups=groups)
+
+
+def _placed(spec: KeySpec, place: Mapping[str, int]) -> KeySpec:
+    at = [place[name] for name in (spec.key.name, *spec.aliases) if name in place]
+    return replace(spec, order=min(at)) if at else spec
+
+
+def _unordered(own: Described, target: FileTarget, kind: str, source: str) -> Iterable[Finding]:
+    if kind in _BY_ORDER and not own.ordered and not target.order:
+        cause = f"does not say in which order the model has its parameters, on which {kind} depends"
+        fix = "give --model CONFIG, --order FILE, or --like with a checkpoint of the same model"
+        yield Finding("no-order", source, cause, fix)
+
+
+def _unknown(target: FileTarget, params: Sequence[KeySpec]) -> Iterable[Finding]:
+    """Names of one side alone."""
+    held = {name for spec in params for name in (spec.key.name, *spec.aliases)}
+    if target.order:
+        order = set(target.order)
+        for spec in params:
+            if order.isdisjoint((spec.key.name, *spec.aliases)):
+                cause = "is not in the order that was given"
+                yield Finding("no-order", spec.key.name, cause, "list every parameter")
+    for name in (n for own in target.groups for n in own):
+        if name not in held:
+            cause = "a group names it, and the source has no such parameter"
+            yield Finding("groups", name, cause, "take it out of the group, or rename it")
+
+
+def _asked(target: FileTarget, params: Sequence[KeySpec]) -> Groups:
+    """The groups of the option `groups`, each in the model's order."""
+    how = target.layout.options.get("groups") if target.layout is not None else None
+    if how is None:
+        return ()
+    place = {name: i for i, name in enumerate(target.order)}
+    trained = [_placed(spec, place) for spec in params if spec.trainable]
+    trained.sort(key=lambda spec: spec.order)
+    if how == "1":
+        return (tuple(spec.key.name for spec in trained),)
+    if how != "decay":
+        raise Refused([Finding("bad-spec", f"groups={how}", "is neither 1 nor decay")])
+    parts = [[s.key.name for s in trained if (len(s.shape) > 1) is many] for many in (True, False)]
+    return tuple(tuple(part) for part in parts if part)
+
+
+def _regrouped(item: AuxItem, groups: Groups, tied: set[str]) -> tuple[AuxItem, list[Finding]]:
+    """Hyperparameters by the new groups: those that all members had."""
+    hyper = {name: group["hyper"] for group in item.value for name in group["names"]}
+    value, findings = [], []
+    for number, names in enumerate(groups):
+        had: list[Any] = []
+        for name in names:
+            if name in hyper and hyper[name] not in had:
+                had.append(hyper[name])
+        if len(had) > 1:
+            unlike = sorted(k for k in had[0] if any(h.get(k) != had[0][k] for h in had))
+            cause = f"its members have different {', '.join(unlike)}"
+            fix = "keep the source's groups, or group like with like"
+            findings.append(Finding("groups", f"group {number}", cause, fix))
+        value.append({"names": list(names), "hyper": had[0] if had else {}})
+    left = sorted(set(hyper) - {name for own in groups for name in own} - tied)
+    if left:
+        cause = f"it and {len(left) - 1} others are in no group"
+        findings.append(Finding("groups", left[0], cause, "list every one in a group"))
+    return replace(item, value=value), findings

@@ -1,0 +1,135 @@
+"""What a conversion would do, and about how long it would take; nothing is written."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from dynadapt.elastic.arrangement import arranged
+from dynadapt.elastic.checkpoint import layout_of
+from dynadapt.elastic.conversion import laid_out
+from dynadapt.errors import Refused
+from dynadapt.transport.certificate import weighted_sum
+from dynadapt.transport.stream import PIECE
+from dynadapt.vps.box import Box
+from dynadapt.vps.keys import Key
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from dynadapt.elastic.checkpoint import Checkpoint
+    from dynadapt.elastic.selection import Selection
+    from dynadapt.files import FileBuffer
+    from dynadapt.protocols import FileTarget
+    from dynadapt.transport.plan import Narrow
+
+__all__ = ["ConversionPlan", "plan"]
+
+PROBE = 64 << 20
+"""Bytes of the source that are read to see how fast this machine reads and sums."""
+
+DISK = 1e9
+"""Bytes a second that a disk is taken to write: nothing is written to find out."""
+
+HELD = 4
+"""Pieces that a thread has in memory at once: read, cast, summed, written."""
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """What a conversion would read, write and hold. Bytes are of tensors, `seconds` are a guess.
+
+    `bytes_state` is what the target would hold of the source, `bytes_written` that with derived copies
+    and padding; `peak_bytes` is anonymous memory beside the interpreter's own.
+    """
+
+    source: str
+    format: str
+    layout: str | None
+    bytes_read: int
+    bytes_state: int
+    bytes_written: int
+    files: int
+    largest_file: int
+    peak_bytes: int
+    seconds: float
+    dropped: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain JSON values."""
+        return {
+            "source": self.source,
+            "format": self.format,
+            "layout": self.layout,
+            "bytes_read": self.bytes_read,
+            "bytes_state": self.bytes_state,
+            "bytes_written": self.bytes_written,
+            "files": self.files,
+            "largest_file": self.largest_file,
+            "peak_bytes": self.peak_bytes,
+            "seconds": round(self.seconds, 3),
+            "dropped": list(self.dropped),
+        }
+
+
+def plan(
+    source: Checkpoint,
+    target: FileTarget,
+    *,
+    selection: Selection | None = None,
+    narrow: Narrow = "if-exact",
+    threads: int = 2,
+) -> ConversionPlan:
+    """Lay the target out without making it. Raises `Refused` as `convert` would before it writes.
+
+    Whether values fit a smaller dtype is known only when they are read: `convert` may refuse that later.
+    """
+    problems = source.problems()
+    if problems:
+        raise Refused(problems)
+    own = source.own if selection is None else selection.of(source.own)
+    own, target = arranged(own, target, source.path)
+    layout = layout_of(own)
+    _, made, there, matched = laid_out(own, layout, replace(target, dry=True), narrow)
+    sizes: dict[str, int] = {}
+    for name, buffer in made.buffers.items():
+        file = name.partition("#")[0]
+        sizes[file] = sizes.get(file, 0) + buffer.nbytes  # type: ignore[attr-defined]
+    copies = {Key(s.key.name, s.key.slot) for s in there.keys if s.derived}
+    pairs = [p for p in matched.pairs if not p.fill]
+    state = sum(p.target.nbytes for p in pairs if p.target.key not in copies)
+    read = sum(p.source.nbytes for p in pairs)
+    written = sum(sizes.values())
+    rate = _rate(own.buffers)  # type: ignore[arg-type]  # they are files
+    serving = {pair.source.key for pair in matched.pairs}
+    return ConversionPlan(
+        source=source.path,
+        format=target.format,
+        layout=str(target.layout) if target.layout else None,
+        bytes_read=read,
+        bytes_state=state,
+        bytes_written=written,
+        files=len(sizes),
+        largest_file=max(sizes.values(), default=0),
+        peak_bytes=threads * HELD * PIECE,
+        # once through to write, once to read back and compare
+        seconds=(read + written) / (rate * threads) + written / DISK,
+        dropped=tuple(str(s.key) for s in layout.keys if s.moves and s.key not in serving),
+    )
+
+
+def _rate(buffers: Mapping[str, FileBuffer]) -> float:
+    """Bytes a second of one thread that reads and sums some of the source."""
+    left, seconds = PROBE, 1e-9
+    for buffer in buffers.values():
+        array = buffer.array()[: max(left // max(buffer.nbytes // max(buffer.numel, 1), 1), 0)]
+        began = time.perf_counter()
+        for at in range(0, array.size, 1 << 17):
+            piece = array[at : at + (1 << 17)]
+            weighted_sum(piece, Box((at,), (at + piece.size,)), Key("probe", "param"))
+        seconds += time.perf_counter() - began
+        left -= array.nbytes
+        if left <= 0:
+            break
+    return max((PROBE - left) / seconds, 1.0)
