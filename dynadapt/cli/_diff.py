@@ -13,8 +13,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from dynadapt.cli._convert import Globs
+from dynadapt.cli._diff_page import page_of
 from dynadapt.cli._files import WorkersOption
 from dynadapt.cli._options import JsonOption
+from dynadapt.errors import DynadaptError
 
 if TYPE_CHECKING:
     from dynadapt.elastic.comparison import Comparison
@@ -38,6 +40,7 @@ def diff(
         bool, typer.Option("--ignore-missing", help="Compare what both hold.")
     ] = False,
     workers: WorkersOption = 2,
+    html: Annotated[Path | None, typer.Option(help="A page to write beside the answer.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare two checkpoints; exit 0 same, 1 differ, 2 error.
@@ -59,11 +62,21 @@ def diff(
         ignore_missing=ignore_missing,
         threads=workers,
     )
+    if html is not None:
+        _write_page(html, page_of(str(a), str(b), found))
     if as_json:
         typer.echo(json.dumps({"a": str(a), "b": str(b), **found.to_json()}, indent=2))
     else:
         _print(Console(), found)
     sys.exit(0 if found.same else 1)
+
+
+def _write_page(path: Path, page: str) -> None:
+    try:
+        path.write_text(page)
+    except OSError as error:
+        cause = f"--html {path}: cannot be written: {error.strerror}"
+        raise DynadaptError(cause, reason="unwritable-file") from error
 
 
 def _print(console: Console, found: Comparison) -> None:

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.elastic.arrangement import arranged
+from dynadapt.elastic.budget import thread_bytes
 from dynadapt.elastic.checkpoint import layout_of
 from dynadapt.elastic.conversion import laid_out
 from dynadapt.errors import Refused
 from dynadapt.transport.certificate import weighted_sum
 from dynadapt.transport.stream import PIECE
 from dynadapt.vps.box import Box
-from dynadapt.vps.keys import Key
+from dynadapt.vps.keys import Key, itemsize
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,9 +32,6 @@ PROBE = 64 << 20
 
 DISK = 1e9
 """Bytes a second that a disk is taken to write: nothing is written to find out."""
-
-HELD = 4
-"""Pieces that a thread has in memory at once: read, cast, summed, written."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,12 @@ def plan(
     copies = {Key(s.key.name, s.key.slot) for s in there.keys if s.derived}
     pairs = [p for p in matched.pairs if not p.fill]
     state = sum(p.target.nbytes for p in pairs if p.target.key not in copies)
-    read = sum(p.source.nbytes for p in pairs)
+    from_source = {p.target.key: itemsize(p.source.dtype) for p in pairs}
+    read = sum(
+        row.box.volume * from_source.get(row.key, 0)
+        for endpoint in there.endpoints
+        for row in there.rows(endpoint)
+    )
     written = sum(sizes.values())
     rate = _rate(own.buffers)  # type: ignore[arg-type]  # they are files
     serving = {pair.source.key for pair in matched.pairs}
@@ -112,7 +115,7 @@ def plan(
         bytes_written=written,
         files=len(sizes),
         largest_file=max(sizes.values(), default=0),
-        peak_bytes=threads * HELD * PIECE,
+        peak_bytes=threads * thread_bytes(PIECE),
         # once through to write, once to read back and compare
         seconds=(read + written) / (rate * threads) + written / DISK,
         dropped=tuple(str(s.key) for s in layout.keys if s.moves and s.key not in serving),

@@ -142,3 +142,43 @@ def test_wrong_words_are_one_message(saved: Path, tmp_path: Path) -> None:
         assert not (tmp_path / "x").exists()
     assert "no such file" in _run("inspect", tmp_path / "none", code=2).replace("\n", " ")
     assert "no-match" in _run("diff", saved, saved, "--include", "nothing*", code=2)
+
+
+def test_a_plan_of_a_checkpoint(saved: Path, tmp_path: Path) -> None:
+    """What would be read, written and held; and wrong words are one message."""
+    facts = json.loads(_run("plan", saved, "--to", "zero3:dp=3", "--json"))
+    assert facts["bytes_written"] >= facts["bytes_state"] > 0
+    assert facts["layout"] == "zero3:dp=3"
+    assert "peak memory" in _run("plan", saved, "--to", "safetensors")
+    assert "nothing says" in _run("plan", saved, code=2).replace("\n", " ")
+    assert "its own layout" in _run("plan", saved, "--from", "ddp:dp=2", code=2).replace("\n", " ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_layout_like_anothers_and_an_order_from_a_file(saved: Path, tmp_path: Path) -> None:
+    weights, order = tmp_path / "weights", tmp_path / "order"
+    _run("convert", saved, weights, "--to", "safetensors")
+    named = [
+        t["key"].removesuffix("/param")
+        for t in json.loads(_run("inspect", saved, "--json"))["tensors"]
+        if t["key"].endswith("/param")
+    ]
+    order.write_text("\n".join(named))
+    assert "no-order" in _run("convert", weights, tmp_path / "x", "--to", "zero3:dp=2", code=2)
+    _run("convert", weights, tmp_path / "x", "--to", "zero3:dp=2", "--order", order)
+    _run("convert", weights, tmp_path / "y", "--like", tmp_path / "x")
+    assert _run("fingerprint", tmp_path / "x") == _run("fingerprint", tmp_path / "y")
+    _run("diff", tmp_path / "x", tmp_path / "y")
+
+
+def test_a_page_of_differences(saved: Path, tmp_path: Path) -> None:
+    """Whatever is in a name stands there as text."""
+    torch.save({"<b>&w": torch.ones(2), "v": torch.ones(3)}, tmp_path / "a.pt")
+    torch.save({"<b>&w": torch.zeros(2), "v": torch.ones(3)}, tmp_path / "b.pt")
+    page = tmp_path / "page.html"
+    _run("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--html", page, code=1)
+    text = page.read_text()
+    assert "&lt;b&gt;&amp;w" in text
+    assert "<b>&w" not in text
+    assert "2 of 2" in text
+    _run("diff", saved, saved, "--html", tmp_path / "no" / "page.html", code=2)

@@ -1,0 +1,145 @@
+"""What a target needs that its source does not say: the order of parameters, their groups, a layout."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dynadapt import offline
+from dynadapt.elastic.arrangement import like, order_in_file
+from dynadapt.errors import Refused
+from tests.offline._made import load_deepspeed, save_deepspeed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests._ranks import Pool
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    shapes = {"z.weight": (4, 3), "a.weight": (3, 5), "a.bias": (3,), "m.norm": (5,)}
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    folder.mkdir()
+    save_file(tensors, str(folder / "model.safetensors"))
+    return tensors
+
+
+def _group_names(path: Path) -> list[list[str]]:
+    return [list(group["names"]) for group in offline.open(path).aux["param_groups"].value]
+
+
+def test_a_flat_target_asks_for_the_order_that_its_source_lacks(tmp_path: Path) -> None:
+    _weights(tmp_path / "a")
+    with pytest.raises(Refused) as refused:
+        offline.convert(tmp_path / "a", tmp_path / "b", "zero3:dp=2")
+    (finding,) = refused.value.findings
+    assert finding.reason == "no-order"
+    assert "--model" in finding.fix
+    assert "--like" in finding.fix
+    assert not (tmp_path / "b").exists()
+
+
+def test_the_order_is_that_of_the_flats(tmp_path: Path) -> None:
+    """The first flat begins with the first tensor of the order, and masters are the weights."""
+    tensors = _weights(tmp_path / "a")
+    order = ["m.norm", "z.weight", "a.bias", "a.weight"]
+    offline.convert(tmp_path / "a", tmp_path / "b", "zero1:dp=1,dtype=float32", order=order)
+    (file,) = (tmp_path / "b").rglob("*optim_states.pt")
+    flat = torch.load(file, weights_only=False)["optimizer_state_dict"][
+        "single_partition_of_fp32_groups"
+    ][0]
+    whole = torch.cat([tensors[name].reshape(-1) for name in order])
+    assert torch.equal(flat[: whole.numel()], whole)
+
+
+@pytest.mark.parametrize(
+    ("order", "says"),
+    [
+        (["m.norm", "z.weight", "a.bias"], "a.weight"),
+        ([], "safetensors"),
+    ],
+)
+def test_an_order_lists_every_parameter(tmp_path: Path, order: list[str], says: str) -> None:
+    _weights(tmp_path / "a")
+    with pytest.raises(Refused, match="no-order") as refused:
+        offline.convert(tmp_path / "a", tmp_path / "b", "zero2:dp=2", order=order)
+    assert says in str(refused.value) or not order
+
+
+def test_groups_of_a_spec(tmp_path: Path) -> None:
+    """`decay` parts matrices from all else; a parameter in no group, or of a group that lies, is told."""
+    _weights(tmp_path / "a")
+    order = ["m.norm", "z.weight", "a.bias", "a.weight"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    offline.convert(tmp_path / "a", two, "zero3:dp=2,groups=decay", order=order)
+    with pytest.raises(Refused) as refused:
+        offline.convert(two, one, "zero3:dp=1", groups=[["a.weight", "who"], ["m.norm"]])
+    found = {(f.reason, f.where) for f in refused.value.findings}
+    assert ("groups", "who") in found
+    offline.convert(two, one, "zero3:dp=1,groups=1")
+    sizes = {
+        name: [
+            len(flat)
+            for flat in torch.load(next(path.rglob("*rank_0*optim_states.pt")), weights_only=False)[
+                "optimizer_state_dict"
+            ]["fp32_flat_groups"]
+        ]
+        for name, path in (("two", two), ("one", one))
+    }
+    assert len(sizes["two"]) == 2
+    assert len(sizes["one"]) == 1
+
+
+def test_order_files(tmp_path: Path) -> None:
+    at = tmp_path / "order"
+    at.write_text("a\nb\n\n\nc\n")
+    assert order_in_file(at) == (("a", "b", "c"), (("a", "b"), ("c",)))
+    at.write_text("a\nb")
+    assert order_in_file(at) == (("a", "b"), ())
+    at.write_text(json.dumps({"order": ["a", "b"], "groups": [["b"], ["a"]]}))
+    assert order_in_file(at) == (("a", "b"), (("b",), ("a",)))
+    at.write_text(json.dumps(["a", "b"]))
+    assert order_in_file(at) == (("a", "b"), ())
+    for bad in ("[1]", "{", '{"order": 3}', '{"groups": []}'):
+        at.write_text(bad)
+        with pytest.raises(Refused, match="bad-json"):
+            order_in_file(at)
+    with pytest.raises(Refused, match="no-file"):
+        order_in_file(tmp_path / "nowhere")
+
+
+def test_like_another_checkpoint(ranks2: Pool, tmp_path: Path) -> None:
+    """Weights and moments of a ZeRO-1 job, laid out as a ZeRO-3 job's checkpoint; DeepSpeed trains on."""
+    a, b, c = (str(tmp_path / name) for name in "abc")
+    ranks2.run(save_deepspeed, "zero1-bf16", a, 2, {})
+    ranks2.run(save_deepspeed, "zero3-bf16", b, 1, {})
+    report = offline.convert(a, c, like=b)
+    assert report.verified
+    assert report.fingerprint == offline.open(a).fingerprint()
+    assert like(offline.open(c)) == like(offline.open(b))
+    assert like(offline.open(c))[0].startswith("deepspeed/zero3:dp=2")
+    stayed = ranks2.run(load_deepspeed, "zero1-bf16", a, 2, {})
+    gone = ranks2.run(load_deepspeed, "zero3-bf16", c, 2, {})
+    for rank in range(2):
+        assert gone[rank]["losses"] == stayed[rank]["losses"]
+
+
+@pytest.mark.parametrize("to", ["universal", "zero3:dp=3", "zero2:dp=4", "safetensors"])
+def test_a_plan_is_what_the_conversion_then_does(ranks2: Pool, tmp_path: Path, to: str) -> None:
+    """Bytes and files to the last one, and nothing is written."""
+    a, b = str(tmp_path / "a"), tmp_path / "b"
+    ranks2.run(save_deepspeed, "zero2-bf16", a, 1, {})
+    before = sorted(os.listdir(tmp_path))
+    planned = offline.plan(a, to)
+    assert sorted(os.listdir(tmp_path)) == before
+    report = offline.convert(a, b, to)
+    assert (planned.bytes_read, planned.bytes_written) == (report.bytes_read, report.bytes_written)
+    made = [p for p in b.rglob("*") if p.is_file() and p.name not in {"latest", "dynadapt.json"}]
+    assert 0 < planned.files <= len(made)
+    assert planned.to_json()["seconds"] > 0
