@@ -80,7 +80,7 @@ class TorchFiles(Format):
         if clash:
             cause = "has the name of another part of a torch file"
             raise Refused([Finding("bad-argument", f"extra:{name}", cause) for name in clash])
-        made = Making(Path(x.path))
+        made = Making(Path(x.path), x.dry)
         rows = trees.laid.into(made)
         x.made = (trees, made, path)
         return Described(tuple(trees.laid.keys.values()), (), made.buffers, files=rows)
