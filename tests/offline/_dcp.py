@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as dsd
 
 import dynadapt
-from tests.live import kinds
+from tests.live import _oracle, jobs, kinds
 
 
 def _states(job: Any, form: str) -> dict[str, Any]:
@@ -53,7 +53,13 @@ def load(
     answer: dict[str, Any] = {"tensors": job.tensors(), "live": dynadapt.fingerprint(job.state)}
     answer["hyper"] = [group["weight_decay"] for group in job.optimizer.param_groups]
     answer["steps"] = {float(s["step"]) for s in job.optimizer.state.values() if "step" in s}
-    answer["losses"] = [job.step(number) for number in (steps, steps + 1)]
+    next_one, loss = _oracle.step(
+        answer["tensors"], job.recipe, {}, taken=steps, number=steps, dtype=job.kind.dtype
+    )
+    answer["losses"] = [job.step(steps)]
+    answer["wrong"] = jobs.differing(next_one, job.tensors())
+    answer["wrong"] += [] if answer["losses"] == [loss] else ["loss"]
+    answer["losses"].append(job.step(steps + 1))
     answer["after"] = job.tensors()
     return answer
 

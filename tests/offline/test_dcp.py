@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import pickle
 from typing import TYPE_CHECKING, Any
@@ -10,15 +11,19 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from dynadapt.elastic.checkpoint import Checkpoint, open_checkpoint
+from dynadapt.elastic.conversion import convert
+from dynadapt.elastic.targets import target_of
 from dynadapt.errors import Refused
 from dynadapt.transport.stream import Sources
 from dynadapt.vps.box import Box
 from tests import _ranks
-from tests.offline import _dcp
+from tests.live import jobs
+from tests.offline import _dcp, _made
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -108,6 +113,131 @@ def test_torch_reads_the_same_bits(tmp_path: Path, kind: str, ranks: int, form: 
         assert np.array_equal(theirs.numpy().view("u4"), array.view("u4")), key
         seen.add(name)
     assert seen | {"head.weight"} == set(weights) - ({"optimizer"} if form == "root" else set())
+
+
+GOES_ON = [
+    ("fsdp2", "adamw", 4, "dcp", "fsdp2", 4),
+    ("fsdp2", "sgd", 4, "dcp/fsdp2:dp=3", "fsdp2", 4),
+    ("fsdp2-bf16", "adamw", 4, "dcp/fsdp2:dp=4", "fsdp2-bf16", 4),
+    ("fsdp1-FULL_SHARD", "adamw", 2, "dcp/fsdp1:dp=2", "fsdp1-FULL_SHARD", 2),
+    ("ddp", "adamw", 2, "dcp/ddp:dp=3", "ddp", 2),
+]
+
+
+@pytest.mark.parametrize(("kind", "recipe", "ranks", "spec", "to", "to_ranks"), GOES_ON)
+def test_the_job_goes_on_as_if_it_had_not_stopped(
+    tmp_path: Path, kind: str, recipe: str, ranks: int, spec: str, to: str, to_ranks: int
+) -> None:
+    """Every loss and every bit, two steps on; and torch reads what is written as we do."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    live = _ranks.pool(ranks).run(_dcp.save, kind, recipe, "app", str(old), 2, timeout=200)[0]
+    report = convert(open_checkpoint(old), target_of(new, spec))
+    assert report.fingerprint == live == open_checkpoint(new).fingerprint()
+    assert open_checkpoint(new).aux["user/loader"].value == {"at": [1, 2]}
+    pool = _ranks.pool(to_ranks)
+    answers = pool.run(_dcp.load, to, recipe, "model", str(new), 2, timeout=200)
+    whole = pool.run(_dcp.unbroken, kind, recipe, 2, timeout=200)
+    for answer, true in zip(answers, whole, strict=True):
+        assert answer["live"] == live
+        assert jobs.differing(answer["tensors"], true["tensors"]) == []
+        assert answer["losses"] == true["losses"]
+        assert jobs.differing(answer["after"], true["after"]) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "spec", "to", "to_ranks"),
+    [
+        ("zero3-fp32", 4, "dcp/fsdp2:dp=4", "fsdp2", 4),
+        ("zero3-bf16", 4, "dcp/fsdp2:dp=4", "fsdp2-bf16", 2),
+        ("zero2-bf16", 2, "dcp", "fsdp2-bf16", 4),
+        ("zero3-fp32", 2, "dcp/fsdp2:dp=2", "fsdp1-FULL_SHARD", 4),
+        ("zero3-fp32", 2, "dcp/hsdp:rep=2,dp=2", "hsdp", 4),
+    ],
+)
+def test_from_deepspeed_to_torch(
+    tmp_path: Path, kind: str, ranks: int, spec: str, to: str, to_ranks: int
+) -> None:
+    """torch's loader gets every master and moment, and the next step is the one they give."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    pool = _ranks.pool(ranks)
+    held = pool.run(_made.save_deepspeed, kind, str(old), 2, {}, timeout=200)[0]
+    report = convert(open_checkpoint(old), target_of(new, spec))
+    assert report.fingerprint == open_checkpoint(new).fingerprint()
+    answers = _ranks.pool(to_ranks).run(_dcp.load, to, "adamw", "model", str(new), 2, timeout=200)
+    for answer in answers:
+        assert jobs.differing(held, answer["tensors"]) == []
+        # What is frozen is bf16 in a bf16 engine, and fp32 where FSDP2 computes in bf16.
+        assert (answer["live"] == report.fingerprint) == (kind == "zero3-fp32")
+        assert answer["hyper"] == [0.1, 0.0]
+        assert answer["steps"] == {2.0}
+        assert answer["wrong"] == []
+
+
+def test_from_torch_to_deepspeed(tmp_path: Path) -> None:
+    """A checkpoint of FSDP2 on 4 ranks in DeepSpeed engines on 2, which hold it and step on."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    _ranks.pool(4).run(_dcp.save, "fsdp2", "adamw", "app", str(old), 2, timeout=200)
+    found = open_checkpoint(old)
+    convert(found, target_of(new, "zero3:dp=2,sub_group_size=100"))
+    ours = _arrays(found)
+    held = {key: torch.from_numpy(a) for key, a in ours.items() if not key.endswith("/buffer")}
+    pool = _ranks.pool(2)
+    for answer in pool.run(_made.load_deepspeed, "zero3-fp32", str(new), 2, {}, timeout=200):
+        assert answer["loaded"]
+        assert jobs.differing(held, answer["tensors"]) == []
+        assert [group["weight_decay"] for group in answer["hyper"]] == [0.1, 0.0]
+
+
+def test_there_and_back_a_deepspeed_job_goes_on(tmp_path: Path) -> None:
+    """ZeRO-3 as a distributed checkpoint and as ZeRO-3 again: nothing was lost, counts included."""
+    old, between, back = tmp_path / "old", tmp_path / "between", tmp_path / "back"
+    pool = _ranks.pool(2)
+    pool.run(_made.save_deepspeed, "zero3-bf16", str(old), 2, {}, timeout=200)
+    convert(open_checkpoint(old), target_of(between, "dcp/fsdp2:dp=4"))
+    spec = "zero3:dp=2,sub_group_size=100,dtype=bfloat16"
+    convert(open_checkpoint(between), target_of(back, spec))
+    untouched = pool.run(_made.load_deepspeed, "zero3-bf16", str(old), 2, {}, timeout=200)
+    returned = pool.run(_made.load_deepspeed, "zero3-bf16", str(back), 2, {}, timeout=200)
+    for one, two in zip(untouched, returned, strict=True):
+        assert one["counters"] == two["counters"]
+        assert one["losses"] == two["losses"]
+        assert jobs.differing(one["after"], two["after"]) == []
+
+
+def test_written_as_torch_writes(tmp_path: Path) -> None:
+    """The same entries, each rank's chunks in that rank's file, and torch gathers the same bits."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    _ranks.pool(4).run(_dcp.save, "fsdp2", "adamw", "model", str(old), 2, timeout=200)
+    convert(open_checkpoint(old), target_of(new, "dcp/fsdp2:dp=4"))
+    theirs, ours = (pickle.loads((at / ".metadata").read_bytes()) for at in (old, new))
+    assert theirs.state_dict_metadata.keys() == ours.state_dict_metadata.keys() - {"dynadapt"}
+    assert {**theirs.planner_data, "dynadapt": ("dynadapt",)} == ours.planner_data
+    for name, told in theirs.state_dict_metadata.items():
+        own = ours.state_dict_metadata[name]
+        if hasattr(told, "chunks"):
+            assert (told.size, told.properties) == (own.size, own.properties)
+            assert told.chunks == own.chunks
+    for index, info in theirs.storage_data.items():
+        if len(getattr(theirs.state_dict_metadata[index.fqn], "chunks", ())) > 1:
+            assert ours.storage_data[index].relative_path == info.relative_path
+    dcp_to_torch_save(old, tmp_path / "old.pt")
+    dcp_to_torch_save(new, tmp_path / "new.pt")
+    one, two = (torch.load(tmp_path / n, weights_only=True) for n in ("old.pt", "new.pt"))
+    assert two.pop("dynadapt")["buffers"] == ["scale"]
+    (one, _), (two, _) = flatten_state_dict(one), flatten_state_dict(two)
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        same = torch.equal if isinstance(value, torch.Tensor) else operator.eq
+        assert same(value, two[name]), name
+
+
+def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    where = _plain(tmp_path / "saved")
+    for spec in ("dcp/zero3:dp=2", "dcp/fsdp2:dp=2,tp=2", "dcp/fsdp2:dp=2,dtype=bfloat16"):
+        with pytest.raises(Refused) as caught:
+            convert(open_checkpoint(where), target_of(tmp_path / "new", spec))
+        assert caught.value.reason == "bad-spec"
+        assert not (tmp_path / "new").exists()
 
 
 class _Marks:

@@ -18,7 +18,7 @@ from dynadapt.files import FileBuffer, mapped
 from dynadapt.vps.keys import itemsize
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
 __all__ = ["Making", "allocate"]
@@ -76,20 +76,22 @@ class Making:
             allocate(self.root / path, 0)
         frame = self.frames[path]
         own = {name: self.crc(f"{path}#{name}", crcs) for name in frame.places}
-        with _open(self.root / path) as file:
-            for at, data in frame.seal(tree, own, values):
-                file.seek(at)
-                file.write(data)
+        self.write_parts(path, frame.seal(tree, own, values))
 
     def write(self, path: str, data: bytes, at: int = 0) -> None:
         """Put bytes into a file that was laid out, or make a small one; nothing if dry."""
+        self.write_parts(path, [(at, data)])
+
+    def write_parts(self, path: str, parts: Iterable[tuple[int, bytes]]) -> None:
+        """The same of many parts, each with its offset."""
         if self.dry:
             return
         full = self.root / path
         full.parent.mkdir(parents=True, exist_ok=True)
         with _open(full) as file:
-            file.seek(at)
-            file.write(data)
+            for at, data in parts:
+                file.seek(at)
+                file.write(data)
 
 
 def _open(path: Path) -> Any:

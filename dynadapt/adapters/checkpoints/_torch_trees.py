@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dynadapt.adapters.checkpoints._names import as_asked, natural
 from dynadapt.adapters.checkpoints._pickle import Ordered, StoredTensor
 from dynadapt.adapters.checkpoints._repickle import tensor
 from dynadapt.adapters.checkpoints._rows import Laid
+from dynadapt.adapters.checkpoints._state_parts import Parts
 from dynadapt.adapters.checkpoints._torch_state import BUFFERS, EXTRA_STATE, NAMES, PLAIN
-from dynadapt.errors import Finding, Refused
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,7 +27,7 @@ EXTRA_PATH = "user/extra state of "
 """Aux items of modules' extra states are called so, and go into the module's state dict."""
 
 
-class StateTrees:
+class StateTrees(Parts):
     """What files will hold as state dicts: the model's in `model`, the optimizer's in `optimizer`.
 
     `optimizer` is None where only weights are wanted; both may be one file.
@@ -41,36 +40,11 @@ class StateTrees:
         self.laid.rows.setdefault(model, [])
         self.laid.storages.setdefault(model, {})
         self._tensors: dict[Key, StoredTensor] = {}
-        place = {name: i for i, name in enumerate(x.order)}
-        held = [
-            as_asked(spec, x.options)
-            for spec in keys
-            if spec.kind in {"parameter", "buffer"} and spec.key.slot != "compute"
-        ]
-        held.sort(key=lambda s: (place.get(s.key.name, len(place)), s.order, natural(s.key.name)))
-        self.weights = [spec for spec in held if spec.kind == "parameter"]
-        self.buffers = [spec for spec in held if spec.kind == "buffer"]
-        states = [spec for spec in keys if spec.kind == "state"]
-        self.extras = [spec for spec in states if spec.key.slot.startswith("extra:")]
-        self.states = [spec for spec in states if not spec.key.slot.startswith("extra:")]
-        self.groups = _groups(x, self.weights) if optimizer is not None else []
-        if findings := self._homeless():
-            raise Refused(findings)
+        super().__init__(x, keys, optimizer=optimizer is not None)
         for spec in (*self.weights, *self.buffers, *self.extras):
             self._lay(model, spec)
         for spec in self.states if optimizer is not None else ():
             self._lay(optimizer or "", spec)
-
-    def _homeless(self) -> list[Finding]:
-        """States of what is in no group: `state_dict` has no number for them."""
-        members = {name for own in self.groups for name in own}
-        lost = sorted(
-            {s.key.name for s in self.states if s.presence != "none"} - members
-            if self.groups
-            else ()
-        )
-        cause = "has optimizer states and is in no param group"
-        return [Finding("groups", name, cause, "list every one in a group") for name in lost]
 
     def _lay(self, path: str, spec: KeySpec) -> None:
         if spec.presence == "none":
@@ -126,32 +100,10 @@ class StateTrees:
             if entry or name in slots:
                 state[id_] = entry | slots.get(name, {})
         groups, at = [], 0
-        for own, hyper in zip(self.groups, self._hypers(aux), strict=True):
+        for own, hyper in zip(self.groups, self.hypers(aux), strict=True):
             groups.append({**hyper, "params": list(range(at, at + len(own)))})
             at += len(own)
         return {"state": state, "param_groups": groups, NAMES: self.groups}
-
-    def _hypers(self, aux: Mapping[str, AuxItem]) -> list[dict[str, Any]]:
-        """The hyperparameters of each group: of its first member's, or of the empty group's in its place."""
-        told = aux["param_groups"].value if "param_groups" in aux else []
-        by_name = {name: group["hyper"] for group in told for name in group["names"]}
-        found = []
-        for index, own in enumerate(self.groups):
-            hyper = next((by_name[name] for name in own if name in by_name), None)
-            if hyper is None and not own and len(told) == len(self.groups):
-                hyper = told[index]["hyper"]
-            found.append(dict(hyper or {}))
-        return found
-
-
-def _groups(x: FileTarget, weights: Sequence[KeySpec]) -> list[list[str]]:
-    """The canonical names of each group's members, as the target says, else as the source has them."""
-    by_any = {name: s.key.name for s in weights for name in (s.key.name, *s.aliases)}
-    if x.groups:
-        return [[by_any[name] for name in own if name in by_any] for own in x.groups]
-    trained = [spec for spec in weights if spec.trainable]
-    numbers = sorted({spec.group for spec in trained})
-    return [[s.key.name for s in trained if s.group == number] for number in numbers]
 
 
 def scaler_state(item: AuxItem) -> tuple[dict[str, Any], bool]:

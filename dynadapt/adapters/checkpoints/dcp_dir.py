@@ -11,11 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from dynadapt.adapters.checkpoints._dcp_metadata import metadata_files
 from dynadapt.adapters.checkpoints._dcp_read import Reading
+from dynadapt.adapters.checkpoints._dcp_write import Writing
 from dynadapt.adapters.checkpoints._format import Format
-from dynadapt.protocols import FileTarget
+from dynadapt.adapters.checkpoints._making import Making
+from dynadapt.protocols import Described, FileTarget, alone
 
 if TYPE_CHECKING:
-    from dynadapt.protocols import Described
+    from collections.abc import Mapping
+
+    from dynadapt.protocols import Agree, AuxItem, Outcome
+    from dynadapt.vps.keys import KeySpec
 
 __all__ = ["DcpDir"]
 
@@ -37,3 +42,25 @@ class DcpDir(Format):
     def read(self, path: Path) -> Described:
         """See `Format.describe`."""
         return Reading(path).described()
+
+    def prepare(self, x: FileTarget, keys: tuple[KeySpec, ...]) -> Described:
+        """Lay out the files of all ranks; raises `Refused` with everything that cannot be so written."""
+        writing = Writing(x, keys)
+        made = Making(Path(x.path), x.dry)
+        rows = writing.into(made)
+        x.made = (writing, made)
+        return Described(tuple(writing.keys.values()), (), made.buffers, files=rows)
+
+    def finish(
+        self,
+        x: FileTarget,
+        keys: tuple[KeySpec, ...],
+        scalars: Mapping[str, Mapping[str, int | float]],
+        aux: Mapping[str, AuxItem],
+        agree: Agree = alone,
+    ) -> tuple[Outcome, ...]:
+        """Write the frames of all chunks, steps, hyperparameters, the rest, and the metadata last."""
+        agree()
+        writing, made = x.made
+        outcomes: tuple[Outcome, ...] = writing.seal(made, x.crcs, scalars, aux)
+        return outcomes

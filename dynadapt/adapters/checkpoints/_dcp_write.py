@@ -1,0 +1,286 @@
+"""A torch distributed checkpoint in the making: which chunk lies where, then frames and metadata.
+
+The dict is `{"model": ..., "optimizer": ..., ...}`, as `get_state_dict` makes them. Every chunk is a
+`torch.save` zip in the file of the rank that would have written it; what is known only at the end (steps,
+hyperparameters, the rest) goes into `__0_1.distcp`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from dynadapt.adapters.checkpoints._dcp_metadata import METADATA, Chunk
+from dynadapt.adapters.checkpoints._dcp_pickle import Metadata
+from dynadapt.adapters.checkpoints._dcp_read import OWN
+from dynadapt.adapters.checkpoints._optimizer_kinds import family_of
+from dynadapt.adapters.checkpoints._plain import MARK, Lifting
+from dynadapt.adapters.checkpoints._repickle import tensor
+from dynadapt.adapters.checkpoints._state_parts import Parts
+from dynadapt.adapters.checkpoints._torch_state import PLAIN
+from dynadapt.adapters.checkpoints._torch_write import ALIGN, Frame, lay_out
+from dynadapt.errors import Finding, Refused
+from dynadapt.protocols import Outcome
+from dynadapt.vps.box import Box, row_major_strides
+from dynadapt.vps.layout import Row, file_endpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from dynadapt.adapters.checkpoints._dcp_metadata import Names
+    from dynadapt.adapters.checkpoints._making import Making
+    from dynadapt.protocols import AuxItem, FileTarget
+    from dynadapt.vps.keys import Key, KeySpec
+    from dynadapt.vps.spec import LayoutSpec
+
+__all__ = ["Writing"]
+
+MODEL, OPTIMIZER, SCHEDULER = "model", "optimizer", "lr_scheduler"
+LAST = "__0_1.distcp"
+
+#: What groups have beside hyperparameters: how an optimizer runs. A loader asks for every entry it has.
+RUNS = {
+    "foreach": None,
+    "maximize": False,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+}
+
+
+class Writing:
+    """The plan of one checkpoint: laid out from keys alone, sealed with scalars and aux."""
+
+    def __init__(self, x: FileTarget, keys: Sequence[KeySpec]) -> None:
+        self.ranks, self.cut = _ranks(x.layout)
+        whole = bool(x.groups) or any(spec.kind == "state" for spec in keys)
+        self.parts = Parts(x, keys, optimizer=whole)
+        self.keys: dict[Key, KeySpec] = {}
+        self.chunks: dict[Key, list[tuple[Chunk, Frame, str]]] = {}
+        self.rows: dict[str, list[Row]] = {}
+        self.sizes = [0] * self.ranks
+        self.ends: dict[str, int] = {}
+        self.buffers: dict[str, dict[str, tuple[str, int, int]]] = {}
+        self.first = _first_names(x, self.parts.weights)
+        labels = {spec.key.slot.removeprefix("extra:") for spec in self.parts.extras}
+        taken = sorted({MODEL, OPTIMIZER, SCHEDULER, OWN} & labels)
+        if taken:
+            cause = "has the name of another part of a distributed checkpoint"
+            raise Refused([Finding("bad-argument", f"extra:{name}", cause) for name in taken])
+        for spec in self.parts.weights:
+            self._lay(spec, cut=self.cut)
+        for spec in self.parts.buffers:
+            self._lay(spec, cut=False)
+        for spec in (*self.parts.states, *self.parts.extras):
+            self._lay(spec, cut=self.cut)
+
+    def _lay(self, spec: KeySpec, *, cut: bool) -> None:
+        """Give a tensor's chunks their places; one that was never made is written as zeros."""
+        spec = replace(spec, presence="present")
+        self.keys[spec.key] = spec
+        own = self.chunks[spec.key] = []
+        for rank, box in _boxes(spec.shape, self.ranks if cut else 1):
+            if not cut:
+                rank = self.sizes.index(min(self.sizes))
+            shape = box.shape
+            frame = lay_out({"0": box.volume * spec.nbytes // spec.numel})
+            at, _ = frame.places["0"]
+            *_, (end, tail) = frame.seal(tensor("0", spec.dtype, shape), {"0": 0})
+            start, length, file = self.sizes[rank], end + len(tail), f"__{rank}_0.distcp"
+            self.ends[file] = start + length
+            self.sizes[rank] = -(-(start + length) // ALIGN) * ALIGN
+            parts = self.buffers.setdefault(file, {})
+            name = str(len(parts))
+            parts[name] = (spec.dtype, start + at, box.volume)
+            own.append((Chunk(box, file, start, length), frame, f"{file}#{name}"))
+            row = Row(spec.key, box, f"{file}#{name}", 0, row_major_strides(shape))
+            self.rows.setdefault(file, []).append(row)
+
+    def into(self, made: Making) -> dict[int, tuple[Row, ...]]:
+        """Allocate all files; the rows by endpoint."""
+        for file, parts in self.buffers.items():
+            made.raw_file(file, self.ends[file], parts)
+        made.allocate()
+        return {file_endpoint(file): tuple(rows) for file, rows in self.rows.items()}
+
+    def seal(
+        self,
+        made: Making,
+        crcs: Mapping[str, int],
+        scalars: Mapping[str, Mapping[str, int | float]],
+        aux: Mapping[str, AuxItem],
+    ) -> tuple[Outcome, ...]:
+        """Write everything that is not a tensor's bytes; says what became of aux items."""
+        frames: dict[str, list[tuple[int, bytes]]] = {}
+        for key, own in self.chunks.items():
+            for chunk, frame, buffer in own:
+                assert chunk.box is not None
+                tree = tensor("0", self.keys[key].dtype, chunk.box.shape)
+                for at, data in frame.seal(tree, {"0": made.crc(buffer, crcs)}):
+                    frames.setdefault(chunk.file, []).append((chunk.offset + at, data))
+        for file, parts in frames.items():
+            made.write_parts(file, parts)
+        told, last = Metadata(), _Last()
+        self._model(told)
+        if self.parts.groups:
+            self._optimizer(told, last, scalars, aux)
+        for spec in self.parts.extras:
+            self._add(told, (spec.key.slot.removeprefix("extra:"), spec.key.name), spec)
+        outcomes = self._rest(told, last, aux)
+        made.write(LAST, bytes(last.data))
+        made.write(METADATA, told.pickled())
+        return outcomes
+
+    def _add(self, told: Metadata, names: Names, spec: KeySpec) -> None:
+        chunks = [chunk for chunk, _, _ in self.chunks[spec.key]]
+        told.tensor(names, spec.shape, self.keys[spec.key].dtype, chunks)
+
+    def _model(self, told: Metadata) -> None:
+        """All names of a tied tensor lead to the same bytes."""
+        for spec in (*self.parts.weights, *self.parts.buffers):
+            first = self.first.get(spec.key.name, spec.key.name)
+            for name in sorted((spec.key.name, *spec.aliases), key=lambda n: n != first):
+                self._add(told, (MODEL, name), spec)
+
+    def _optimizer(
+        self,
+        told: Metadata,
+        last: _Last,
+        scalars: Mapping[str, Mapping[str, int | float]],
+        aux: Mapping[str, AuxItem],
+    ) -> None:
+        states: dict[str, list[KeySpec]] = {}
+        for spec in self.parts.states:
+            states.setdefault(spec.key.name, []).append(spec)
+        plain = set(aux[PLAIN].value) if PLAIN in aux else set()
+        labels = {label for own in scalars.values() for label in own}
+        for name in (n for own in self.parts.groups for n in own):
+            front: Names = (OPTIMIZER, "state", self.first.get(name, name))
+            trained = name in states or name in scalars
+            for label in sorted(labels) if trained else ():
+                value = scalars.get(name, {}).get(label, 0)
+                if label in plain:
+                    told.value((*front, label), last.value(value))
+                    continue
+                lifting = Lifting()
+                chunk = last.value(lifting.number(value), lifting)
+                told.tensor((*front, label), (), "float32", [replace(chunk, box=Box((), ()))])
+            for spec in states.get(name, ()):
+                self._add(told, (*front, spec.key.slot), spec)
+        for index, (own, hyper) in enumerate(
+            zip(self.parts.groups, self.parts.hypers(aux), strict=True)
+        ):
+            names = [self.first.get(name, name) for name in own]
+            for entry, value in {**_runs(hyper, aux), **hyper, "params": names}.items():
+                path = (OPTIMIZER, "param_groups", index, entry)
+                told.value(path, last.lifted(value))
+
+    def _rest(self, told: Metadata, last: _Last, aux: Mapping[str, AuxItem]) -> tuple[Outcome, ...]:
+        """What stands beside model and optimizer: by its name, or in an entry of our own."""
+        own: dict[str, Any] = {}
+        outcomes = []
+        taken = {name.partition(".")[0] for name in told.described} | {OWN, SCHEDULER}
+        for path, item in aux.items():
+            kind, note, name = "exact", "", path.removeprefix("user/")
+            if path == "scheduler":
+                self._tree(told, last, (SCHEDULER,), item.value["state"])
+                if left := item.value.get("left"):
+                    kind, note = "derived", f"all but {', '.join(left)}"
+            elif path.startswith("user/") and name.partition(".")[0] not in taken:
+                self._tree(told, last, (name,), item.value)
+                taken.add(name.partition(".")[0])
+            elif path == "behaviour":
+                kind, note = "dropped", "a distributed checkpoint has no place for it"
+            elif path not in {"param_groups", "optimizer", PLAIN}:
+                own[path] = item.value
+            outcomes.append(Outcome(path, kind, note))  # type: ignore[arg-type]
+        names = [n for s in self.parts.buffers for n in (s.key.name, *s.aliases)]
+        told.value((OWN,), last.value({"buffers": names, "aux": own}))
+        return tuple(outcomes)
+
+    def _tree(self, told: Metadata, last: _Last, names: Names, value: Any) -> None:
+        """A nested dict, flattened as torch does, so that a job asks for what is there."""
+        is_tensor = isinstance(value, dict) and value.keys() == {MARK}
+        is_dict = isinstance(value, dict) and bool(value) and not is_tensor
+        if is_dict and all(isinstance(key, str) for key in value):
+            for key, part in value.items():
+                self._tree(told, last, (*names, key), part)
+            return
+        lifting = Lifting()
+        lifted = lifting.lifted(value)
+        chunk = last.value(lifted, lifting)
+        if is_tensor:
+            box = Box.whole(lifted.shape)
+            chunks = [replace(chunk, box=box)] if box.volume else []
+            told.tensor(names, lifted.shape, lifted.dtype, chunks)
+        else:
+            told.value(names, chunk)
+
+
+class _Last:
+    """The file of what is small and comes last, one zip after another."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+
+    def value(self, tree: Any, lifting: Lifting | None = None) -> Chunk:
+        """Append one object, with the bytes of its tensors."""
+        start = len(self.data)
+        for at, part in lay_out({}).seal(tree, {}, lifting.values if lifting else None):
+            self.data += bytes(start + at - len(self.data)) + part
+        length = len(self.data) - start
+        self.data += bytes(-len(self.data) % ALIGN)
+        return Chunk(None, LAST, start, length)
+
+    def lifted(self, value: Any) -> Chunk:
+        """The same of a value whose small tensors are bytes."""
+        lifting = Lifting()
+        return self.value(lifting.lifted(value), lifting)
+
+
+def _ranks(layout: LayoutSpec | None) -> tuple[int, bool]:
+    """How many ranks write, and whether each cuts dim 0 of every parameter."""
+    if layout is None:
+        return 1, False
+    known = {"fsdp1": True, "fsdp2": True, "hsdp": True, "ddp": False}
+    other = [axis for axis in layout.axes if axis not in {"dp", "rep"}]
+    if layout.kind not in known or other or layout.options:
+        what = layout.kind if layout.kind not in known else ", ".join([*other, *layout.options])
+        cause = f"{what} cannot be written as a distributed checkpoint"
+        fix = "write dcp, dcp/fsdp2:dp=N or dcp/hsdp:rep=M,dp=N: any job reads its own part of it"
+        raise Refused([Finding("bad-spec", str(layout), cause, fix)])
+    return layout.size("dp"), known[layout.kind]
+
+
+def _boxes(shape: tuple[int, ...], ranks: int) -> Iterator[tuple[int, Box]]:
+    """What each rank holds of a tensor whose dim 0 is cut as `torch.chunk` cuts it; no empty ones."""
+    whole = Box.whole(shape)
+    if not whole.volume:
+        return
+    if ranks == 1 or not shape:
+        yield 0, whole
+        return
+    step = -(-shape[0] // ranks)
+    for rank, low in enumerate(range(0, shape[0], step)):
+        yield rank, Box((low, *whole.lo[1:]), (min(low + step, shape[0]), *whole.hi[1:]))
+
+
+def _first_names(x: FileTarget, weights: Sequence[KeySpec]) -> dict[str, str]:
+    """Canonical name -> the one that the optimizer has, which is the first of the model's, if it is known."""
+    told = {name: i for i, name in enumerate((*x.order, *(n for own in x.groups for n in own)))}
+    return {
+        spec.key.name: min((spec.key.name, *spec.aliases), key=lambda n: told.get(n, len(told)))
+        for spec in weights
+    }
+
+
+def _runs(hyper: Mapping[str, Any], aux: Mapping[str, AuxItem]) -> dict[str, Any]:
+    """Entries that torch's own class has and the source's need not have."""
+    if family_of(hyper) != "Adam":
+        return RUNS
+    behaviour = aux["behaviour"].value if "behaviour" in aux else {}
+    told: Any = behaviour.get("config")
+    for name in ("optimizer", "params"):
+        told = told.get(name) if isinstance(told, dict) else None
+    decoupled = told.get("adam_w_mode", True) if isinstance(told, dict) else True
+    return {**RUNS, "amsgrad": False, "decoupled_weight_decay": bool(decoupled)}
