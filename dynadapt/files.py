@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from collections import OrderedDict
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-__all__ = ["FileBuffer", "mapped", "raw_dtype"]
+__all__ = ["FileBuffer", "forget", "mapped", "raw_dtype", "unwritable"]
 
 MAPS = 256
 """Files kept mapped: a map costs an entry of the kernel's table, not memory."""
@@ -70,6 +71,23 @@ def mapped(path: str) -> memoryview:
     except OSError as error:
         cause = f"cannot be read: {error.strerror or error}"
         raise Refused([Finding("unreadable-file", path, cause)]) from error
+
+
+def forget(folder: str | os.PathLike[str]) -> None:
+    """Keep no file of a folder mapped: a map keeps the room of a removed file taken."""
+    inside = os.path.join(os.fspath(folder), "")
+    with _lock:
+        for at in [at for at in _maps if at[0].startswith(inside)]:
+            del _maps[at]
+
+
+def unwritable(path: str | os.PathLike[str], error: OSError) -> Finding:
+    """What an error says that came up as a file was made or written."""
+    full = error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+    reason = "disk-full" if full else "unwritable-file"
+    cause = f"cannot be written: {error.strerror or error}"
+    fix = "free some space, or write elsewhere" if full else ""
+    return Finding(reason, os.fspath(path), cause, fix)
 
 
 @dataclass(frozen=True, slots=True)

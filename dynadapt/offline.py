@@ -70,6 +70,7 @@ def convert(
     max_shard_size: int | None = None,
     verify: bool = True,
     force: bool = False,
+    resume: bool = False,
     threads: int = 2,
     max_memory: int | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
@@ -87,7 +88,9 @@ def convert(
     bytes in all) from several threads.
 
     `dst` gets its name when all of it is there and was read back; `src` is only read. Raises `Refused`
-    (`target-exists` unless `force`) and `DynadaptError`; then there is no `dst`, or the old one.
+    (`target-exists` unless `force`) and `DynadaptError`; then there is no `dst`, or the old one. After an
+    interrupt (`KeyboardInterrupt`), or if the process is killed, a hidden folder beside `dst` has what was
+    written; with `resume` the same call continues it, else it begins anew.
 
     >>> import numpy, pathlib, tempfile, safetensors.numpy
     >>> at = pathlib.Path(tempfile.mkdtemp())
@@ -122,6 +125,7 @@ def convert(
         narrow="allow" if dtype is not None else "if-exact",
         verify=verify,
         force=force,
+        resume=resume,
         threads=threads,
         budget=budget,
         on_bytes=on_bytes,

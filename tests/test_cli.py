@@ -74,6 +74,7 @@ def test_commands_and_options() -> None:
             "--max-shard-size",
             "--model",
             "--order",
+            "--resume",
             "--strip-prefix",
             "--to",
             "--verify",

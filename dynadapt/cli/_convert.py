@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from dynadapt.cli._arrange import LikeOption, ModelOption, OrderOption, ToOption, arrangement_of
 from dynadapt.cli._files import WorkersOption
+from dynadapt.cli._interrupt import interruptible
 from dynadapt.cli._options import JsonOption
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ def convert(
     ] = None,
     verify: Annotated[bool, typer.Option(help="Read everything back and compare.")] = True,
     force: Annotated[bool, typer.Option("--force", help="Replace DST if it exists.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue what was interrupted or killed, if anything.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write a checkpoint in another format or layout, in one pass, and prove it by its fingerprint.
@@ -66,9 +70,10 @@ def convert(
 
     console = Console(stderr=True)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
+    with (
+        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
+        interruptible(target),
+    ):
         task = bar.add_task("converting", total=None)
         report = offline.convert(
             source,
@@ -85,6 +90,7 @@ def convert(
             max_shard_size=size_of(max_shard_size),
             verify=verify,
             force=force,
+            resume=resume,
             threads=workers,
             max_memory=None if max_memory is None else size_of(max_memory),
             on_bytes=lambda done, total: bar.update(task, completed=done, total=total),

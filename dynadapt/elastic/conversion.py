@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 from dynadapt.elastic.arrangement import arranged
 from dynadapt.elastic.budget import Budget, Effort
 from dynadapt.elastic.checkpoint import Checkpoint, layout_of, open_checkpoint
+from dynadapt.elastic.journal import Journal, identity
 from dynadapt.elastic.place import MANIFEST, Place, write_manifest
 from dynadapt.errors import Finding, Refused
+from dynadapt.files import unwritable
 from dynadapt.protocols import FileTarget, Outcome
 from dynadapt.registry import adapter_for
 from dynadapt.transport.certificate import fingerprint
@@ -40,7 +42,10 @@ __all__ = ["ConversionReport", "convert", "copies", "grouped", "laid_out"]
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What a conversion did. `seconds` are by phase; bytes are of tensors."""
+    """What a conversion did. `seconds` are by phase; bytes are of tensors.
+
+    Of the `bytes_written`, `bytes_kept` were there already from a conversion that this one continued.
+    """
 
     source: str
     target: str
@@ -50,6 +55,7 @@ class ConversionReport:
     fingerprint: str
     verified: bool
     seconds: dict[str, float]
+    bytes_kept: int = 0
     outcomes: tuple[Outcome, ...] = ()
     warnings: tuple[Finding, ...] = ()
 
@@ -61,6 +67,7 @@ class ConversionReport:
             "format": self.format,
             "bytes_read": self.bytes_read,
             "bytes_written": self.bytes_written,
+            "bytes_kept": self.bytes_kept,
             "fingerprint": self.fingerprint,
             "verified": self.verified,
             "seconds": {name: round(value, 6) for name, value in self.seconds.items()},
@@ -87,6 +94,7 @@ def convert(
     narrow: Narrow = "if-exact",
     verify: bool = True,
     force: bool = False,
+    resume: bool = False,
     threads: int = 2,
     budget: Budget | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
@@ -96,7 +104,8 @@ def convert(
     At most so many threads work, fewer if `budget` asks for it. `on_bytes` is called with (bytes done,
     bytes in all) from several threads. Raises `Refused`: `target-exists` unless `force`, `max-memory`, and
     everything that keeps the source from being so written; then there is no target, and an old one is as
-    it was.
+    it was. After an interrupt, or if the process is killed, a hidden folder stays, which a call with
+    `resume` continues; raises `resume-differs` if that was of something else.
     """
     clock = _Clock()
     place = Place(Path(target.path), force)
@@ -110,17 +119,38 @@ def convert(
     own = source.own if selection is None else selection.of(source.own)
     own, target = arranged(own, target, source.path)
     layout = layout_of(own)
+    folder = place.begin(resume=resume)
+    path = place.aside / "journal-0"
     try:
-        work = replace(target, path=str(place.begin()), crcs={}, made=None)
+        what = identity(Path(source.path), target, selection, narrow)
+        old = Journal.again(path, what) if place.found and resume else None
+    except BaseException:
+        place.leave()
+        raise
+    try:
+        journal = old or Journal.begin(path, what)
+        work = replace(target, path=str(folder), crcs={}, made=None)
         spend = budget or Budget()
-        report = _write(source, own, layout, work, clock, narrow, verify, threads, spend, on_bytes)
+        report = _write(
+            source, own, layout, work, clock, narrow, verify, threads, spend, journal, on_bytes
+        )
         os.sync()  # one for all files: much faster than an fsync each
         place.settle()
-    except BaseException:
+    except OSError as error:
         place.undo()
+        raise Refused([unwritable(error.filename or place.aside, error)]) from error
+    except Exception:
+        place.undo()
+        raise
+    except BaseException:  # an interrupt: what is there can be continued
+        place.leave()
         raise
     place.close()
     clock.lap("settle")
+    if place.found and not resume:
+        cause = "what an ended conversion had left was removed"
+        fix = "--resume would have continued it"
+        report = replace(report, warnings=(Finding("left-over", str(place.aside), cause, fix),))
     return replace(report, target=str(place.path), seconds=clock.seconds)
 
 
@@ -149,6 +179,7 @@ def _write(
     verify: bool,
     threads: int,
     budget: Budget,
+    journal: Journal,
     on_bytes: Callable[[int, int], None] | None,
 ) -> ConversionReport:
     aux = {item.path: item for item in own.aux}
@@ -173,7 +204,9 @@ def _write(
         narrow=narrow,
         threads=effort.threads,
         piece=effort.piece,
+        begun=journal.marks if journal.old else None,
         on_bytes=count,
+        on_mark=journal.mark,
     )
     clock.lap("stream")
     work.crcs.update(streamed.crcs)
@@ -198,6 +231,7 @@ def _write(
         format=work.format,
         bytes_read=streamed.read,
         bytes_written=streamed.written,
+        bytes_kept=streamed.kept,
         fingerprint=prints,
         verified=verify,
         seconds=clock.seconds,

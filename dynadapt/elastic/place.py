@@ -5,6 +5,8 @@ And the manifest in it, which says what it was when it was written.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.errors import Finding, Refused
+from dynadapt.files import forget, unwritable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,66 +31,138 @@ MANIFEST = "dynadapt.json"
 
 @dataclass
 class Place:
-    """A path that is to become a checkpoint; one process works on it.
+    """A path that is to become a checkpoint; one process works on it at a time.
 
-    `begin`, then `settle` and `close`, or at any point `undo`. Until `close` an old checkpoint of that
-    name is kept, and comes back with `undo`.
+    `begin`, then `settle` and `close`, or at any point `undo`, or `leave` for who might continue. Until
+    `close` an old checkpoint of that name is kept, and comes back with `undo`. What a process that was
+    killed has left is found by the next that begins.
     """
 
     path: Path
     force: bool = False
     settled: bool = False
+    found: bool = False
+    _lock: int = -1
 
     @property
     def aside(self) -> Path:
+        """The folder beside it with all that is there before it is done."""
+        return self.path.with_name(f".{self.path.name}.partial")
+
+    @property
+    def data(self) -> Path:
         """The folder in which it is made."""
-        return self.path.with_name(f".{self.path.name}.partial-{os.getpid()}")
+        return self.aside / "data"
 
     @property
     def old(self) -> Path:
         """Where what is replaced waits."""
-        return self.path.with_name(f".{self.path.name}.old-{os.getpid()}")
+        return self.path.with_name(f".{self.path.name}.old")
 
-    def begin(self) -> Path:
-        """Make the folder; raises `Refused` (`target-exists` unless `force`, `unwritable-file`)."""
+    def begin(self, *, resume: bool = False) -> Path:
+        """Make the folder, and say where; what was left over is removed, or with `resume` kept.
+
+        Then `found` says whether anything was. Raises `Refused` (`target-exists` unless `force`,
+        `target-busy`, `unwritable-file`).
+        """
+        self._free()
+        try:
+            self._take()
+            if self.old.exists():  # somebody was killed as he replaced it
+                if self.path.exists():
+                    _remove(self.old)
+                else:
+                    self.old.rename(self.path)
+                    self._free()
+            self.found = self.data.exists()
+            if not resume:
+                for each in self.aside.iterdir():
+                    if each.name != "lock":
+                        _remove(each)
+            self.data.mkdir(exist_ok=True)
+        except OSError as error:
+            raise Refused([unwritable(self.aside, error)]) from error
+        except Refused:
+            self.undo()
+            raise
+        return self.data
+
+    def _free(self) -> None:
         if self.path.exists() and not self.force:
             cause, fix = "is there already", "choose another place, or replace it with --force"
             raise Refused([Finding("target-exists", str(self.path), cause, fix)])
-        shutil.rmtree(self.aside, ignore_errors=True)
-        try:
-            self.aside.mkdir(parents=True)
-        except OSError as error:
-            cause = f"cannot be made: {error.strerror}"
-            raise Refused([Finding("unwritable-file", str(self.aside), cause)]) from error
-        return self.aside
+
+    def _take(self) -> None:
+        """Be the only one: a lock that ends with the process."""
+        name = self.aside / "lock"
+        while True:
+            self.aside.mkdir(parents=True, exist_ok=True)
+            lock = os.open(name, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(lock)
+                cause, fix = "another process is writing it", "let it end, or choose another place"
+                raise Refused([Finding("target-busy", str(self.path), cause, fix)]) from None
+            except OSError as error:
+                if error.errno not in {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}:
+                    raise  # some file systems have no locks
+            self._lock = lock
+            if _same(name, lock):
+                return
+            os.close(lock)  # its owner has just removed it
+            self._lock = -1
 
     def settle(self) -> None:
         """Give it its name. What was there waits to be removed."""
-        if self.path.exists() and self.force:
-            self.path.rename(self.old)
         try:
-            self.aside.rename(self.path)
-        except OSError:
-            if self.old.exists():
+            if self.path.exists() and self.force:
+                self.path.rename(self.old)
+            self.data.rename(self.path)
+            self.settled = True
+        finally:
+            if not self.settled and self.old.exists() and not self.path.exists():
                 self.old.rename(self.path)
-            raise
-        self.settled = True
 
     def close(self) -> None:
         """There is no way back: remove what was replaced."""
-        if self.old.is_dir():
-            shutil.rmtree(self.old, ignore_errors=True)
-        elif self.old.exists():
-            self.old.unlink()
+        _remove(self.old)
+        self._drop()
 
     def undo(self) -> None:
         """Leave nothing behind, and what was there as it was."""
-        shutil.rmtree(self.aside, ignore_errors=True)
         if self.settled:
-            shutil.rmtree(self.path, ignore_errors=True)
+            _remove(self.path)
             self.settled = False
             if self.old.exists():
                 self.old.rename(self.path)
+        self._drop()
+
+    def leave(self) -> None:
+        """Keep what there is of it, for `begin(resume=True)`."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _drop(self) -> None:
+        forget(self.aside)
+        if self._lock >= 0:
+            _remove(self.aside)
+        self.leave()
+
+
+def _same(name: Path, opened: int) -> bool:
+    try:
+        return os.path.samestat(name.stat(), os.fstat(opened))
+    except FileNotFoundError:
+        return False
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def write_manifest(folder: Path, x: FileTarget, prints: str, sums: Mapping[Key, int]) -> None:

@@ -12,13 +12,13 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import product
-from threading import Lock, local
+from threading import Event, Lock, local
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dynadapt.errors import Finding, Refused
-from dynadapt.files import FileBuffer, raw_dtype
+from dynadapt.files import FileBuffer, raw_dtype, unwritable
 from dynadapt.transport.casts import cast, same_values
 from dynadapt.transport.certificate import weighted_sum
 from dynadapt.vps.box import Box, atoms, row_major_strides, uncovered
@@ -33,7 +33,17 @@ if TYPE_CHECKING:
     from dynadapt.vps.keys import Key
     from dynadapt.vps.layout import Row, RowLayout
 
-__all__ = ["PIECE", "Sources", "Streamed", "boxes_of", "key_sums", "stream", "view_of"]
+__all__ = [
+    "PIECE",
+    "Progress",
+    "Sources",
+    "Stopped",
+    "Streamed",
+    "boxes_of",
+    "key_sums",
+    "stream",
+    "view_of",
+]
 
 PIECE = 768 << 10
 """Bytes of one write."""
@@ -41,14 +51,39 @@ PIECE = 768 << 10
 _MASK = (1 << 64) - 1
 
 
+MARK = 64 << 20
+"""Bytes of a buffer after which it is told how far it is, for who might continue."""
+
+
+class Stopped(Exception):
+    """Somebody wanted it to end before it was done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a buffer is filled: its first `done` bytes, which are its first rows, in order.
+
+    `sums` are those rows' in the target's dtype, `crc` the check sum of the bytes, `read` the source's.
+    """
+
+    sums: tuple[int, ...] = ()
+    done: int = 0
+    crc: int = 0
+    read: int = 0
+
+
 @dataclass
 class Streamed:
-    """What was written: sums of the source as the target's dtype, by target key; check sums by buffer."""
+    """What was written: sums of the source as the target's dtype, by target key; check sums by buffer.
+
+    Of the `written` bytes, `kept` had been written before.
+    """
 
     sums: dict[Key, int] = field(default_factory=dict)
     crcs: dict[str, int] = field(default_factory=dict)
     read: int = 0
     written: int = 0
+    kept: int = 0
 
 
 def view_of(array: NDArray[Any], row: Row, box: Box) -> NDArray[Any]:
@@ -143,12 +178,18 @@ def stream(
     narrow: Narrow = "if-exact",
     threads: int = 2,
     piece: int = PIECE,
+    begun: Mapping[str, Progress] | None = None,
     on_bytes: Callable[[int], None] | None = None,
+    on_mark: Callable[[str, Progress], None] | None = None,
+    stop: Event | None = None,
 ) -> Streamed:
     """Fill the target's buffers from the source's. The files are there, in their full size.
 
     Each of the threads takes `piece` bytes at a time. Elements of a buffer that no row holds are zeros.
-    Raises `Refused` with everything that was found: `uncovered`, `narrowing`, `truncated-file`.
+    `on_mark` is told how far a buffer is, now and then and when it is full. With `begun`, what it was told
+    when the same was streamed before, buffers go on from there if the bytes still have their check sum.
+    When `stop` is set, `Stopped` is raised after the pieces that are under way. Raises `Refused` with
+    everything that was found: `uncovered`, `narrowing`, `truncated-file`.
     """
     sources = Sources(source, buffers)
     by_buffer: dict[str, list[Row]] = {name: [] for name in targets}
@@ -164,16 +205,22 @@ def stream(
     ]
     if findings:
         raise Refused(findings)
-    writer = _Writer(matched, sources, narrow, piece, on_bytes)
+    stop = stop or Event()
+    writer = _Writer(matched, sources, narrow, piece, begun, on_bytes, on_mark, stop)
     names = sorted(by_buffer, key=lambda name: (-targets[name].nbytes, name))
     with ThreadPoolExecutor(threads) as pool:
-        tasks = [pool.submit(writer.fill, name, targets[name], by_buffer[name]) for name in names]
-        errors: list[Finding] = []
-        for task in tasks:
-            try:
-                task.result()
-            except Refused as error:
-                errors += error.findings
+        try:
+            tasks = [pool.submit(writer.fill, n, targets[n], by_buffer[n]) for n in names]
+            errors: list[Finding] = []
+            for task in tasks:
+                try:
+                    task.result()
+                except Refused as error:
+                    errors += error.findings
+        except BaseException:  # the threads shall not work on for an interrupt's sake
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     if errors:
         raise Refused(errors)
     return writer.done
@@ -188,11 +235,15 @@ class _Writer:
         sources: Sources,
         narrow: Narrow,
         piece: int,
+        begun: Mapping[str, Progress] | None,
         on_bytes: Callable[[int], None] | None,
+        on_mark: Callable[[str, Progress], None] | None,
+        stop: Event,
     ) -> None:
         self._matched, self._sources, self._narrow = matched, sources, narrow
-        self._most = piece
-        self._on_bytes = on_bytes
+        self._most, self._begun = piece, begun
+        self._on_bytes, self._on_mark = on_bytes, on_mark
+        self._stop = stop
         self._lock = Lock()
         self._own = local()
         self._counted: set[tuple[Key, Box]] = set()
@@ -208,51 +259,96 @@ class _Writer:
         return found
 
     def fill(self, name: str, buffer: FileBuffer, rows: Sequence[Row]) -> None:
-        """Write one buffer from its first byte to its last."""
-        size, at, crc = itemsize(buffer.dtype), 0, 0
-        sums: dict[tuple[Key, Box], int] = {}
-        read = 0
-        fd = os.open(buffer.path, os.O_WRONLY)
+        """Write one buffer from its first byte, or from where it was left, to its last."""
+        order = sorted(rows, key=lambda r: r.offset)
         try:
-            for row in sorted(rows, key=lambda r: r.offset):
-                crc = _zeros(
-                    crc, (row.offset - at) * size
-                )  # left as they are: a fresh file's holes
-                if row.strides != row_major_strides(row.box.shape) or row.offset < at:
-                    raise ValueError(f"{row.key} {row.box} is not laid out in order")
-                pair = self._matched.by_target.get(row.key)
-                at = row.offset
-                if pair is None or pair.fill:
-                    crc = _zeros(crc, row.box.volume * size)
-                    at += row.box.volume
-                    continue
-                for box in boxes_of(row.box, max(self._most // size, 1)):
-                    piece = self._piece(pair, box, buffer.dtype)
-                    data = piece.reshape(-1).view(np.uint8).data
-                    _write(fd, data, buffer.offset + at * size)
-                    crc = zlib.crc32(data, crc)
-                    own = weighted_sum(piece, box, row.key)
-                    whole = (row.key, row.box)
-                    sums[whole] = (sums.get(whole, 0) + own) & _MASK
-                    at += box.volume
-                    read += box.volume * itemsize(pair.source.dtype)
-                    if self._on_bytes is not None:
-                        self._on_bytes(len(data))
-            crc = _zeros(crc, (buffer.numel - at) * size)
+            fd = os.open(buffer.path, os.O_RDWR)
+            try:
+                found = self._fill(fd, name, buffer, order)
+            finally:
+                os.close(fd)
         except OSError as error:
-            cause = f"cannot be written: {error.strerror}"
-            raise Refused([Finding("unwritable-file", buffer.path, cause)]) from error
-        finally:
-            os.close(fd)
+            raise Refused([unwritable(buffer.path, error)]) from error
         with self._lock:
-            self.done.crcs[name] = crc
-            self.done.read += read
+            self.done.crcs[name] = found.crc
+            self.done.read += found.read
             self.done.written += buffer.nbytes
-            for whole, value in sums.items():
+            for row, value in zip(order, found.sums, strict=True):
+                whole = (row.key, row.box)
                 if whole in self._counted:
                     continue  # a replica: every element counts once
                 self._counted.add(whole)
-                self.done.sums[whole[0]] = (self.done.sums.get(whole[0], 0) + value) & _MASK
+                self.done.sums[row.key] = (self.done.sums.get(row.key, 0) + value) & _MASK
+
+    def _fill(self, fd: int, name: str, buffer: FileBuffer, rows: Sequence[Row]) -> Progress:
+        size = itemsize(buffer.dtype)
+        start = self._kept(fd, name, buffer)
+        fresh = self._begun is None  # a fresh file's gaps are zeros as they are
+        sums, at, crc, read = list(start.sums), start.done // size, start.crc, start.read
+        marked = start.done
+        if start.done < buffer.nbytes or len(sums) < len(rows):
+            for row in rows[len(sums) :]:
+                if row.strides != row_major_strides(row.box.shape) or row.offset < at:
+                    raise ValueError(f"{row.key} {row.box} is not laid out in order")
+                crc = self._zeros(fd, buffer, at, row.offset, crc, fresh)
+                pair, at, total = self._matched.by_target.get(row.key), row.offset, 0
+                if pair is None or pair.fill:
+                    crc = self._zeros(fd, buffer, at, at + row.box.volume, crc, fresh)
+                    at += row.box.volume
+                else:
+                    for box in boxes_of(row.box, max(self._most // size, 1)):
+                        if self._stop.is_set():
+                            raise Stopped(buffer.path)
+                        piece = self._piece(pair, box, buffer.dtype)
+                        data = piece.reshape(-1).view(np.uint8).data
+                        _write(fd, data, buffer.offset + at * size)
+                        crc = zlib.crc32(data, crc)
+                        total += weighted_sum(piece, box, row.key)
+                        at += box.volume
+                        read += box.volume * itemsize(pair.source.dtype)
+                        if self._on_bytes is not None:
+                            self._on_bytes(len(data))
+                sums.append(total & _MASK)
+                if self._on_mark is not None and at * size - marked >= MARK:
+                    marked = at * size
+                    self._on_mark(name, Progress(tuple(sums), marked, crc, read))
+            crc = self._zeros(fd, buffer, at, buffer.numel, crc, fresh)
+            if self._on_mark is not None:
+                self._on_mark(name, Progress(tuple(sums), buffer.nbytes, crc, read))
+        return Progress(tuple(sums), buffer.nbytes, crc, read)
+
+    def _kept(self, fd: int, name: str, buffer: FileBuffer) -> Progress:
+        """How far a buffer had come before, if what was written then is still there."""
+        known = (self._begun or {}).get(name)
+        if known is None or not 0 <= known.done <= buffer.nbytes:
+            return Progress()
+        crc, at = 0, 0
+        while at < known.done and not self._stop.is_set():
+            data = os.pread(fd, min(self._most, known.done - at), buffer.offset + at)
+            if not data:
+                return Progress()
+            crc, at = zlib.crc32(data, crc), at + len(data)
+        if crc != known.crc:
+            return Progress()
+        with self._lock:
+            self.done.kept += known.done
+        if self._on_bytes is not None:
+            self._on_bytes(known.done)
+        return known
+
+    def _zeros(
+        self, fd: int, buffer: FileBuffer, start: int, stop: int, crc: int, fresh: bool
+    ) -> int:
+        """The check sum after zeros for the elements `[start, stop)`, written if the file is not fresh."""
+        size = itemsize(buffer.dtype)
+        at, end = buffer.offset + start * size, buffer.offset + stop * size
+        while at < end:
+            part = memoryview(_ZEROS)[: min(end - at, len(_ZEROS))]
+            if not fresh:
+                _write(fd, part, at)
+            crc = zlib.crc32(part, crc)
+            at += len(part)
+        return crc
 
     def _piece(self, pair: Pair, box: Box, dtype: str) -> NDArray[Any]:
         """The elements of a box in the target's dtype: straight from the map where that can be."""
@@ -308,14 +404,6 @@ def _write(fd: int, data: memoryview, at: int) -> None:
 _ZEROS = bytes(1 << 16)
 
 
-def _zeros(crc: int, count: int) -> int:
-    while count > 0:
-        part = min(count, len(_ZEROS))
-        crc = zlib.crc32(_ZEROS[:part], crc)
-        count -= part
-    return crc
-
-
 def key_sums(
     layout: RowLayout,
     buffers: Mapping[str, FileBuffer],
@@ -363,6 +451,10 @@ def key_sums(
     moving = [i for i, s in enumerate(layout.keys) if s.numel and s.presence == "present"]
     moving.sort(key=lambda i: -layout.keys[i].nbytes)
     with ThreadPoolExecutor(threads) as pool:
-        answers = list(pool.map(key_of, moving))
+        try:
+            answers = list(pool.map(key_of, moving))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     findings = tuple(f for _, _, drifted in answers for f in drifted)
     return {key: total for key, total, _ in answers}, findings

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.adapters.checkpoints._torch_write import Frame, lay_out
-from dynadapt.errors import Finding, Refused
-from dynadapt.files import FileBuffer, mapped
+from dynadapt.errors import Refused
+from dynadapt.files import FileBuffer, mapped, unwritable
 from dynadapt.vps.keys import itemsize
 
 if TYPE_CHECKING:
@@ -101,11 +101,14 @@ def _open(path: Path) -> Any:
 def allocate(path: Path, size: int) -> None:
     """Make a file of `size` zero bytes whose blocks are taken already, so that the disk cannot fill up.
 
+    One that is there, from a conversion that goes on now, keeps its bytes up to `size`.
+
     Raises `Refused` (`disk-full`, `unwritable-file`).
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
+        with path.open("r+b" if path.exists() else "wb") as file:
+            file.truncate(min(size, path.stat().st_size))
             if size:
                 try:
                     os.posix_fallocate(file.fileno(), 0, size)
@@ -114,8 +117,4 @@ def allocate(path: Path, size: int) -> None:
                         raise
                     os.ftruncate(file.fileno(), size)  # some file systems cannot
     except OSError as error:
-        full = error.errno in {errno.ENOSPC, errno.EDQUOT}
-        cause = f"{size:,} bytes do not fit" if full else f"cannot be made: {error.strerror}"
-        fix = "free some space, or write elsewhere"
-        reason = "disk-full" if full else "unwritable-file"
-        raise Refused([Finding(reason, str(path), cause, fix if full else "")]) from error
+        raise Refused([unwritable(path, error)]) from error

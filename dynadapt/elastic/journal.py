@@ -1,0 +1,116 @@
+"""What is filled already of a checkpoint in the making, written down as it goes: for who continues.
+
+A file beside the data. Its first line says what is made of what; each further one how far a buffer is, with
+the check sum of the bytes and the sums of the rows. A last line that is cut off counts as not written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from dynadapt.errors import Finding, Refused
+from dynadapt.transport.stream import Progress
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from dynadapt.elastic.selection import Selection
+    from dynadapt.protocols import FileTarget
+
+__all__ = ["Journal", "identity"]
+
+VERSION = 1
+
+
+def identity(
+    source: Path, x: FileTarget, selection: Selection | None, narrow: str
+) -> dict[str, Any]:
+    """What must be the same for a conversion to be continued: the source's files, the target, the options."""
+    files = [source] if source.is_file() else sorted(p for p in source.rglob("*") if p.is_file())
+    told = [x.format, str(x.layout), x.order, x.groups, sorted(x.options.items())]
+    chosen = [None if selection is None else asdict(selection), narrow]
+    return {
+        "version": VERSION,
+        "source": str(source.resolve()),
+        "files": {str(p.relative_to(source)): _stamp(p) for p in files},
+        "target": f"{x.format} {x.layout or ''}".strip(),
+        "details": hashlib.sha256(json.dumps([told, chosen], default=str).encode()).hexdigest(),
+    }
+
+
+def _stamp(path: Path) -> list[int]:
+    found = path.stat()
+    return [found.st_size, found.st_mtime_ns]
+
+
+@dataclass
+class Journal:
+    """`marks`: how far each buffer was when the file was read, if it is `old`. Several threads may `mark`."""
+
+    path: Path
+    old: bool = False
+    marks: dict[str, Progress] = field(default_factory=dict)
+    _told: dict[str, int] = field(default_factory=dict)
+    _lock: Lock = field(default_factory=Lock)
+
+    @classmethod
+    def begin(cls, path: Path, what: Mapping[str, Any]) -> Journal:
+        """A new one."""
+        path.write_text(json.dumps(what) + "\n")
+        return cls(path)
+
+    @classmethod
+    def again(cls, path: Path, what: Mapping[str, Any]) -> Journal | None:
+        """The one that is there, if any; raises `Refused` (`resume-differs`) if it is of something else."""
+        if not path.exists():
+            return None
+        lines = path.read_bytes().split(b"\n")
+        whole = sum(len(line) + 1 for line in lines[:-1])
+        os.truncate(path, whole)  # what was cut off
+        if len(lines) < 2:
+            return None
+        _compare(path, json.loads(lines[0]), json.loads(json.dumps(what)))
+        found = cls(path, old=True)
+        for line in lines[1:-1]:
+            found._read(json.loads(line))
+        return found
+
+    def _read(self, told: Any) -> None:
+        name, start, sums, done, crc, read = told
+        before = self.marks.get(name, Progress()).sums[:start]
+        self.marks[name] = Progress((*before, *sums), done, crc, read)
+        self._told[name] = start + len(sums)
+
+    def mark(self, name: str, progress: Progress) -> None:
+        """Write down how far a buffer is."""
+        with self._lock:
+            start = self._told.get(name, 0)
+            start = start if start <= len(progress.sums) else 0
+            self._told[name] = len(progress.sums)
+            sums = progress.sums[start:]
+            told = [name, start, sums, progress.done, progress.crc, progress.read]
+            with self.path.open("a") as file:
+                file.write(json.dumps(told) + "\n")
+
+
+def _compare(path: Path, had: Mapping[str, Any], have: Mapping[str, Any]) -> None:
+    """Raises `Refused` with what is not as it was."""
+    causes = {
+        key: f"was {had.get(key)!r}, is {have[key]!r}"
+        for key in ("source", "target")
+        if had.get(key) != have[key]
+    }
+    before, now = had.get("files", {}), have["files"]
+    changed = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+    causes |= dict.fromkeys(changed[:20], "has changed since, has come or is gone")
+    if not causes and dict(had) != dict(have):
+        causes = {str(path.parent): "was begun with other options, or by another version"}
+    if causes:
+        fix = "without --resume it begins anew"
+        raise Refused([Finding("resume-differs", k, cause, fix) for k, cause in causes.items()])
