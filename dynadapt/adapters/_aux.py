@@ -65,6 +65,7 @@ def groups_item(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[st
 
 _FAMILIES = {
     "AdamW": "Adam",
+    "MuonWithAuxAdam": "Muon",
     "FusedAdam": "Adam",
     "DeepSpeedCPUAdam": "Adam",
     "FusedLion": "Lion",

@@ -313,6 +313,27 @@ def whole_only(optimizer: Any, *, matrices: bool = True) -> list[Finding]:
     return [Finding("unsupported-optimizer", kind, cause, fix)]
 
 
+def stepped_by(optimizer: Any, group: Mapping[str, Any]) -> Any:
+    """What steps a group: in DeepSpeed's Muon another optimizer may step what is no matrix.
+
+    >>> sgd = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    >>> stepped_by(sgd, {}) is sgd
+    True
+    """
+    if type(optimizer).__name__ != "MuonWithAuxAdam" or by_muon(optimizer, group):
+        return optimizer
+    return optimizer.aux_optimizer or optimizer
+
+
+def by_muon(optimizer: Any, group: Mapping[str, Any]) -> bool:
+    """Whether DeepSpeed's Muon steps a group as matrices.
+
+    >>> by_muon(torch.optim.SGD([torch.zeros(1)], lr=0.1), {"use_muon": True})
+    False
+    """
+    return type(optimizer).__name__ == "MuonWithAuxAdam" and bool(group["use_muon"])
+
+
 #: Adafactor's slots: the first two of a tensor of two dims and more, the last one of any other.
 FACTORED = ("row_var", "col_var", "variance")
 
@@ -325,7 +346,10 @@ def optimizer_slots(optimizer: Any, group: Mapping[str, Any]) -> tuple[str, ...]
     >>> optimizer_slots(torch.optim.SGD([torch.zeros(1)], lr=0.1), {"momentum": 0.9})
     ('momentum_buffer',)
     """
+    optimizer = stepped_by(optimizer, group)
     kind = type(optimizer).__name__
+    if kind == "MuonWithAuxAdam":
+        return ("momentum_buffer",) if by_muon(optimizer, group) else ("exp_avg", "exp_avg_sq")
     if kind in {"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "NAdam", "RAdam"}:
         more = ("max_exp_avg_sq",) if group.get("amsgrad") else ()
         return ("exp_avg", "exp_avg_sq", *more)
@@ -366,6 +390,7 @@ def fresh_state(
     shapes = slot_shapes(optimizer, group, tuple(like.shape))
     if shapes is None:
         return None
+    optimizer = stepped_by(optimizer, group)
     state: dict[str, Any] = {}
     if type(optimizer).__module__.startswith("torch."):
         if type(optimizer).__name__ not in {"SGD", "Muon"}:
@@ -376,6 +401,8 @@ def fresh_state(
             state["step"] = torch.zeros((), dtype=dtype, device=device)
         if type(optimizer).__name__ == "NAdam":
             state["mu_product"] = torch.ones((), dtype=dtype, device=device)
+    elif by_muon(optimizer, group):
+        pass  # DeepSpeed's Muon counts no steps, the Adam beside it does
     elif "Adam" in type(optimizer).__name__ or type(optimizer).__name__ in _COUNTING_LIONS:
         state["step"] = 0
     # DeepSpeed's host optimizers keep single-precision state for half-precision parameters.

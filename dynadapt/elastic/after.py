@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dynadapt.elastic import checks, drift
-from dynadapt.elastic.held import points_at_source
+from dynadapt.elastic.held import points_at_source, unused_gradients
 from dynadapt.elastic.state import ballot, refuse
 from dynadapt.errors import Finding
 from dynadapt.protocols import Outcome
@@ -72,7 +72,10 @@ def look_for_holders(run: Run) -> None:
     files = run.source.readers or run.target.readers
     if run.x_source is not None and run.x_target is not None and not files:
         try:
-            found = points_at_source(run.x_source, run.x_target)
+            found = [
+                *unused_gradients(run.x_source),
+                *points_at_source(run.x_source, run.x_target),
+            ]
         except Exception as error:
             cause = f"could not be looked for: {error!r}"
             found = [Finding("points-at-source", "what you hold", cause)]

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from dynadapt.errors import Finding
 from dynadapt.protocols import TrainState, models_of, modules_of, parts_of
+from dynadapt.vps.keys import canonical_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["points_at_source"]
+__all__ = ["points_at_source", "unused_gradients"]
 
 DEPTH = 5
 """Steps from a variable to a parameter."""
@@ -55,6 +56,38 @@ def points_at_source(source: Any, target: Any) -> list[Finding]:
     search = _Search(TrainState.of(source), TrainState.of(target))
     search.walk()
     return [*search.hooks(), *search.containers(), *search.objects()]
+
+
+def unused_gradients(source: Any) -> list[Finding]:
+    """Warnings (reason `unused-gradient`): gradients of parameters that no optimizer was given.
+
+    They are no open step, as nobody will take them, and they do not move. `optimizer.zero_grad()` passes
+    them by, so that a loop which forgot a parameter shows here.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(2, 2)
+    >>> model(torch.ones(1, 2)).sum().backward()
+    >>> sgd = torch.optim.SGD([model.weight], lr=0.1)
+    >>> [finding.where for finding in unused_gradients(TrainState(model, sgd))]
+    ['bias']
+    """
+    findings = []
+    for prefix, state in models_of(TrainState.of(source)).items():
+        groups = getattr(state.optimizer, "param_groups", None)
+        own = {id(parameter) for group in groups or () for parameter in group["params"]}
+        for model in modules_of(state.model) if groups is not None else ():
+            for raw, parameter in model.named_parameters():
+                if id(parameter) not in own and parameter.grad is not None:
+                    name = canonical_name(raw)
+                    findings.append(
+                        Finding(
+                            "unused-gradient",
+                            f"{prefix}/{name}" if prefix else name,
+                            "it keeps a gradient, and is in no param group",
+                            "give it to an optimizer, freeze it, or call model.zero_grad()",
+                        )
+                    )
+    return findings
 
 
 class _Search:

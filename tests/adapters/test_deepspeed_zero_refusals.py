@@ -242,9 +242,6 @@ def _refusals_below_3(rank: int, world_size: int) -> dict[str, Any]:
     found["Adagrad"] = _refused(adapter.quiesce, TrainState(zero.engine_of(setup)))
     engine = zero.engine_of(Setup(zero={"stage": 2}))
     state = TrainState(engine)
-    engine.optimizer.param_groups[1]["use_muon"] = True
-    found["Muon"] = _refused(adapter.quiesce, state)
-    engine.optimizer.param_groups[1]["use_muon"] = False
     engine.offload_states()
     found["offloaded"] = _refused(adapter.quiesce, state)
     engine.reload_states()
@@ -280,13 +277,6 @@ def test_what_cannot_be_carried_below_stage_3_is_named(ranks2: Pool) -> None:
                 "unsupported-optimizer",
                 "Adagrad",
                 "DeepSpeed has joined its 2 param groups into one, and cannot step it",
-            )
-        ],
-        "Muon": [
-            (
-                "unsupported-optimizer",
-                "Muon",
-                "its momentum is laid out by whole matrices, not as its master is",
             )
         ],
         "offloaded": [

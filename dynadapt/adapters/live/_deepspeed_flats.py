@@ -120,9 +120,32 @@ class Flats(ABC):
         return {label: value for label, value in found.items() if value is not None}
 
     def slots(self, unit: int) -> dict[str, torch.Tensor]:
-        """The unit's state tensors that are shaped like its master."""
-        master = self.masters[unit]
-        return {k: v for k, v in self.state(unit).items() if is_slot(k, v, master)}
+        """The unit's state tensors: shaped like its master, or with its members whole."""
+        master, whole = self.masters[unit], self.whole_slots(unit)
+        return {k: v for k, v in self.state(unit).items() if k in whole or is_slot(k, v, master)}
+
+    def whole_slots(self, unit: int) -> frozenset[str]:
+        """The state tensors in which all that has a piece in the unit lies whole, not in pieces."""
+        return frozenset()
+
+    def within(self, share: Share, label: str, tensor: torch.Tensor) -> torch.Tensor:
+        """What a state tensor of the share's unit holds of its parameter."""
+        return share.within(tensor)
+
+    def state_dtype(self, unit: int, label: str) -> torch.dtype:
+        """In which dtype the optimizer makes a state tensor."""
+        return self.masters[unit].dtype
+
+    def fresh_state(self, unit: int) -> dict[str, Any]:
+        """The unit's state before its first step, as the optimizer would make it."""
+        master = self.masters[unit].detach()
+        group = self.inner.param_groups[self.unit_groups[unit]]
+        state = fresh_state(self.inner, group, master) or {}
+        for label, value in state.items():
+            dtype = self.state_dtype(unit, label)
+            if is_slot(label, value, master) and dtype != master.dtype:
+                state[label] = value.to(dtype)
+        return state
 
     def scalars(self, unit: int) -> dict[str, int | float]:
         """The unit's state numbers; a whole step count is an integer."""
@@ -138,6 +161,7 @@ class Flats(ABC):
         for unit, master in enumerate(self.masters):
             where = members.get(unit, f"unit {unit}")
             entries = self.state(unit).items()
+            whole = self.whole_slots(unit)
             quantised = {label: odd_state(where, label, value) for label, value in entries}
             findings += [finding for finding in quantised.values() if finding is not None]
             findings += [
@@ -150,6 +174,7 @@ class Flats(ABC):
                 )
                 for label, value in entries
                 if quantised[label] is None
+                and label not in whole
                 and not is_scalar(label, value)
                 and not is_slot(label, value, master)
             ]
@@ -200,11 +225,12 @@ class Flats(ABC):
         made = self.slots(share.unit)
         for label, tensor in made.items():
             spec = spec_of(share, label, tensor.dtype, trainable, kind="state")
-            yield spec, share.within(tensor)
+            yield spec, self.within(share, label, tensor)
         group = self.inner.param_groups[share.group]
         for label in optimizer_slots(self.inner, group) or ():
             if label not in made:
-                spec = spec_of(share, label, master.dtype, trainable, kind="state", presence="none")
+                dtype = self.state_dtype(share.unit, label)
+                spec = spec_of(share, label, dtype, trainable, kind="state", presence="none")
                 yield spec, None
 
     def names(self) -> list[list[str]]:
@@ -242,7 +268,7 @@ class Flats(ABC):
             if slots is None:
                 findings.append(unknown_optimizer(self.inner, share))
             elif labels.intersection(slots):
-                states[unit] = fresh_state(self.inner, group, self.masters[unit].detach()) or {}
+                states[unit] = self.fresh_state(unit)
         if findings:
             return [], 0, findings
         for unit, state in states.items():

@@ -11,7 +11,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from dynadapt.adapters._common import named_parameters, whole_only
+from dynadapt.adapters._common import by_muon, named_parameters, whole_only
 from dynadapt.adapters._odd_tensors import odd_tensors
 from dynadapt.adapters.live._deepspeed_pipe import is_pipeline
 from dynadapt.adapters.live._deepspeed_zero0 import Fused, Plain, Unfused
@@ -47,6 +47,7 @@ def view_of(engine: Any) -> Flats:
     inner = getattr(optimizer, "optimizer", optimizer)
     findings = [
         *_anywhere(engine),
+        *_muon(engine, inner),
         *odd_tensors(engine.module),
         *whole_only(inner, matrices=kind not in {Plain, Unfused}),
     ]
@@ -121,6 +122,33 @@ def _unknown_cuts(engine: Any) -> Iterator[Finding]:
         )
 
 
+def _muon(engine: Any, inner: Any) -> Iterator[Finding]:
+    """Momentum that is of other gradients than elsewhere, or that lies beside the optimizer."""
+    if not any(by_muon(inner, group) for group in inner.param_groups):
+        return
+    if engine.get_data_types()[0] == torch.float16:
+        yield Finding(
+            "unsupported-optimizer",
+            "Muon",
+            "in fp16 its momentum is of gradients times a loss scale that changes under way",
+            "use Muon with bf16 or fp32",
+        )
+    if engine.autotp_size() > 1:
+        yield Finding(
+            "unsupported-optimizer",
+            "Muon",
+            "under AutoTP it makes each rank's part of a matrix orthogonal by itself, which is another step",
+            "use Muon without tensor_parallel, or another optimizer",
+        )
+    if getattr(engine.optimizer, "save_muon_momentum_buffer_in_memory", False):
+        yield Finding(
+            "unsupported-optimizer",
+            "Muon",
+            "ZeRO-3 keeps a second reference to its momentum beside the optimizer's state",
+            "turn save_muon_momentum_buffer_in_memory off",
+        )
+
+
 def _zero3_offload(optimizer: Any) -> Iterator[Finding]:
     """Optimizer and parameter offload to host memory are plain tensors; these are not."""
     where = "zero_optimization"
@@ -161,11 +189,4 @@ def _zero12(optimizer: Any) -> Iterator[Finding]:
             f"DeepSpeed has joined its {len(optimizer.bit16_groups)} param groups into one, and "
             "cannot step it",
             "give it one param group, or use another optimizer",
-        )
-    if any(group.get("use_muon") for group in optimizer.optimizer.param_groups):
-        yield Finding(
-            "unsupported-optimizer",
-            "Muon",
-            "its momentum is laid out by whole matrices, not as its master is",
-            "use another optimizer",
         )

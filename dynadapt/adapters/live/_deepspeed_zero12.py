@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from deepspeed import comm
 
+from dynadapt.adapters._common import by_muon
 from dynadapt.adapters.live._deepspeed_flats import Flats
 from dynadapt.adapters.live._deepspeed_share import Share, laid_out
 from dynadapt.vps.box import Span
@@ -107,6 +108,40 @@ class Zero12(_Parts):
             optimizer.round_robin_bit16_groups[group],
             optimizer.round_robin_bit16_offsets[group],
         )
+
+    def whole_slots(self, unit: int) -> frozenset[str]:
+        """Muon's momentum, one matrix after another; a matrix over two ranks is on both, as it must be
+        whole to be stepped. Offloaded it is cut as the master is."""
+        group = self.inner.param_groups[unit]
+        muon = by_muon(self.inner, group) and not self.optimizer.cpu_offload
+        return frozenset({"momentum_buffer"} if muon else ())
+
+    def state_dtype(self, unit: int, label: str) -> torch.dtype:
+        """Muon's momentum has the dtype of the gradients."""
+        if label not in self.whole_slots(unit):
+            return super().state_dtype(unit, label)
+        optimizer = self.optimizer
+        apart = optimizer.use_grad_accum_attribute
+        return optimizer.gradient_accumulation_dtype if apart else optimizer.dtype  # type: ignore[no-any-return]
+
+    def within(self, share: Share, label: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A whole matrix, on the ranks that have a piece of it."""
+        if label not in self.whole_slots(share.unit):
+            return super().within(share, label, tensor)
+        at = 0
+        for member in self.optimizer.params_in_partition[share.unit]:
+            if member is share.named.tensor:
+                return tensor.detach().narrow(0, at, member.numel()).view(share.shape)
+            at += member.numel()
+        return tensor.detach().narrow(0, 0, 0)
+
+    def fresh_state(self, unit: int) -> dict[str, Any]:
+        """DeepSpeed makes Muon's momentum as long as the matrices that begin or go on in the part."""
+        state = super().fresh_state(unit)
+        members = self.optimizer.params_in_partition[unit]
+        for label in self.whole_slots(unit):
+            state[label] = state[label].new_zeros(sum(member.numel() for member in members))
+        return state
 
     def pending_backwards(self) -> int:
         """Stage 2 counts backwards and keeps their reduced gradients apart, where `zero_grad` does not

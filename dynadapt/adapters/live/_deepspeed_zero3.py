@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dynadapt.adapters._common import by_muon
 from dynadapt.adapters.live._deepspeed_flats import Flats
 from dynadapt.adapters.live._deepspeed_share import Share
 from dynadapt.vps.box import Span
@@ -112,6 +113,12 @@ class Zero3(Flats):
         optimizer = self.optimizer
         count = optimizer.micro_step_id + bool(optimizer._epilogue_ran_this_backward)
         return max(int(count), int(self.loose_gradients()))
+
+    def state_dtype(self, unit: int, label: str) -> torch.dtype:
+        """Muon's momentum has the dtype that gradients are exchanged in."""
+        if by_muon(self.inner, self.inner.param_groups[self.unit_groups[unit]]):
+            return self.optimizer.communication_data_type  # type: ignore[no-any-return]
+        return super().state_dtype(unit, label)
 
     def drop_copies(self) -> None:
         """Free gathered weights and hpZ's secondary pieces, so that the next forward gathers anew.

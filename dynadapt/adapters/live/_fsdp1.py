@@ -16,7 +16,7 @@ from dynadapt.errors import Finding, Refused
 from dynadapt.vps.keys import canonical_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 __all__ = ["check_step_boundary", "check_supported", "param_policies", "require_sharded", "reshard"]
 
@@ -95,8 +95,8 @@ def _cut_ties(model: torch.nn.Module) -> Iterator[Finding]:
                 )
 
 
-def check_step_boundary(model: torch.nn.Module) -> None:
-    """Raise `Refused` (`mid-step`) with every gradient that holds a value; changes nothing.
+def check_step_boundary(model: torch.nn.Module, stepped: Callable[[torch.Tensor], bool]) -> None:
+    """Raise `Refused` (`mid-step`) with every gradient of what is `stepped` that holds a value; no change.
 
     Also where weights were replaced by tensors of other memory: FSDP1 copies those into its shards
     with the next forward, and dropping gathered weights would lose them.
@@ -108,7 +108,7 @@ def check_step_boundary(model: torch.nn.Module) -> None:
         if id(own) in seen:
             continue
         seen.add(id(own))
-        if own.grad is not None and holds_value(own.grad):
+        if stepped(own) and own.grad is not None and holds_value(own.grad):
             flat = part is not None and part.flat
             cause = "the gradient of its flat parameter" if flat else "its gradient"
             findings.append(Finding("mid-step", named.name, f"{cause} holds a value", _ZERO_GRAD))

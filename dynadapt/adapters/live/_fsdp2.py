@@ -14,7 +14,7 @@ from dynadapt.errors import Finding, Refused
 from dynadapt.vps.keys import canonical_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     import torch
 
@@ -39,8 +39,8 @@ def _groups(model: torch.nn.Module) -> Iterator[tuple[FSDPModule, Any]]:
                 yield module, group
 
 
-def check_step_boundary(model: torch.nn.Module) -> None:
-    """Raise `Refused` (`mid-step`) with every gradient that holds a value; changes nothing."""
+def check_step_boundary(model: torch.nn.Module, stepped: Callable[[torch.Tensor], bool]) -> None:
+    """Raise `Refused` (`mid-step`) with every gradient of what is `stepped` that holds a value; no change."""
     names = {id(module): canonical_name(f"{at}.") for at, module in model.named_modules()}
     findings: dict[str, Finding] = {}
 
@@ -49,11 +49,14 @@ def check_step_boundary(model: torch.nn.Module) -> None:
             findings[name] = Finding("mid-step", name, "its gradient holds a value", _ZERO_GRAD)
 
     for name, parameter in model.named_parameters():
-        check(canonical_name(name), parameter.grad)
+        if stepped(parameter):
+            check(canonical_name(name), parameter.grad)
     for _, group in _groups(model):
         for held in group.fsdp_params:
             info = held._module_info
             name = f"{names.get(id(info.module), '')}{info.param_name}".removeprefix(".")
+            if not stepped(held.sharded_param):
+                continue
             check(name, held.sharded_param.grad)
             check(name, held.unsharded_accumulated_grad)
             unsharded = getattr(held, "_unsharded_param", None)

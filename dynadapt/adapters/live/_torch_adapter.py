@@ -15,6 +15,7 @@ from dynadapt.adapters._aux import (
     with_extra_states,
 )
 from dynadapt.adapters._beside import Beside
+from dynadapt.adapters._common import unwrapped
 from dynadapt.adapters._knobs import remembered
 from dynadapt.adapters.live import _torch_aux
 from dynadapt.adapters.live._materialise import Ghost
@@ -23,13 +24,14 @@ from dynadapt.adapters.live._torch_optimizer import (
     SourceStates,
     StateMaker,
     consolidated,
+    steps,
     write_scalars,
 )
 from dynadapt.errors import Refused
 from dynadapt.protocols import AuxItem, Described, Outcome, TrainState, alone, modules_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import torch
 
@@ -49,8 +51,13 @@ class TorchAdapter:
 
     name: str
 
-    def _check_step_boundary(self, model: torch.nn.Module) -> None:
-        """Raise `Refused` for a model that is not this adapter's, or is in the middle of a step."""
+    def _check_step_boundary(
+        self, model: torch.nn.Module, stepped: Callable[[torch.Tensor], bool]
+    ) -> None:
+        """Raise `Refused` for a model that is not this adapter's, or is in the middle of a step.
+
+        `stepped` says whether a parameter's gradient has yet to be used.
+        """
         raise NotImplementedError
 
     def _reshard(self, model: torch.nn.Module) -> None:
@@ -62,9 +69,10 @@ class TorchAdapter:
         raise NotImplementedError
 
     def quiesce(self, x: Any, agree: Agree = alone) -> None:
-        """Refuse (`mid-step`) while any gradient holds a value; then drop gathered weights."""
-        model = whole_of(TrainState.of(x).model)
-        self._check_step_boundary(model)
+        """Refuse (`mid-step`) while a gradient that is to be used holds a value; drop gathered weights."""
+        state = TrainState.of(x)
+        model = whole_of(state.model)
+        self._check_step_boundary(model, steps(unwrapped(state.optimizer)))
         agree()
         self._reshard(model)
 

@@ -18,7 +18,7 @@ from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from dynadapt.vps.keys import KeySpec
 
@@ -30,6 +30,7 @@ __all__ = [
     "held_by",
     "read_state",
     "state_holder",
+    "steps",
     "write_scalars",
 ]
 
@@ -90,6 +91,17 @@ def consolidated(optimizer: Any) -> tuple[tuple[Any, str], ...]:
     """
     label = "_all_state_dicts"
     return ((optimizer, label),) if hasattr(optimizer, label) else ()
+
+
+def steps(optimizer: Any) -> Callable[[torch.Tensor], bool]:
+    """Whether an optimizer will use a parameter's gradient; without one, somebody may use any.
+
+    What is outside its groups keeps the gradients of every backward, as `zero_grad` passes it by.
+    """
+    if optimizer is None:
+        return lambda parameter: True
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return lambda parameter: id(parameter) in own
 
 
 def held_by(holder: Any, members: Iterable[Member]) -> Iterator[Member]:

@@ -31,7 +31,12 @@ from dynadapt.adapters.live import _fsdp2, _torch_aux
 from dynadapt.adapters.live._coordinate import coordinate_of
 from dynadapt.adapters.live._dtensor import placed_rows
 from dynadapt.adapters.live._stages import apart, clash, place_of, tied_by_user, united, whole_of
-from dynadapt.adapters.live._torch_optimizer import Member, held_by, read_state, state_holder
+from dynadapt.adapters.live._torch_optimizer import (
+    Member,
+    held_by,
+    read_state,
+    state_holder,
+)
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import AuxItem, Described, TrainState
 from dynadapt.vps.keys import Key, KeySpec, canonical_name

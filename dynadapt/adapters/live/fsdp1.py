@@ -2,7 +2,7 @@
 
 How the five methods go about it:
 
-- `quiesce` refuses while a gradient holds a value, then frees gathered weights.
+- `quiesce` refuses while a gradient that is yet to be used holds a value, then frees gathered weights.
 - `describe` reads this rank's part of each tensor from the shard of its unit's flat parameter.
 - `prepare` makes the optimizer state that a fresh optimizer lacks: per flat parameter, or with
   `use_orig_params` per tensor on the ranks that hold a part of it.
@@ -29,6 +29,8 @@ from dynadapt.errors import Finding, Refused
 from dynadapt.vps.keys import Key, canonical_name
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from dynadapt.adapters._common import BufferTable, NamedTensor
@@ -49,9 +51,11 @@ class Fsdp1Adapter(TorchAdapter):
 
     name = "fsdp1"
 
-    def _check_step_boundary(self, model: torch.nn.Module) -> None:
+    def _check_step_boundary(
+        self, model: torch.nn.Module, stepped: Callable[[torch.Tensor], bool]
+    ) -> None:
         _fsdp1.check_supported(model)
-        _fsdp1.check_step_boundary(model)
+        _fsdp1.check_step_boundary(model, stepped)
 
     def _reshard(self, model: torch.nn.Module) -> None:
         _fsdp1.reshard(model)

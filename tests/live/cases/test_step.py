@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
 
 import dynadapt
+from tests.live import jobs
+
+if TYPE_CHECKING:
+    from tests._ranks import Pool
 
 
 class IntSteps(torch.optim.Optimizer):
@@ -101,3 +105,53 @@ def test_gradients_do_not_hide_that_there_is_no_state() -> None:
     with pytest.raises(dynadapt.MigrationAborted) as caught:
         dynadapt.migrate(source, state(1))
     assert caught.value.reason == "mid-step"
+
+
+OUTSIDE = {"embed.weight", "norm.weight", "norm.bias"}
+
+
+def _some(how: str, seed: int) -> dynadapt.TrainState:
+    """A job whose optimizer has the inner matrices only; all others are trainable nevertheless."""
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = jobs.net(seed)
+    if how == "fsdp2":
+        fully_shard(model)
+    elif how.startswith("fsdp1"):
+        units = ("frozen", "up", "down")
+        model = jobs.fsdp1(model, orig_params="flat" not in how, units=units)
+    own = [p for name, p in model.named_parameters() if "up" in name or "down" in name]
+    return dynadapt.TrainState(model, torch.optim.AdamW(own, lr=0.01))
+
+
+def _left(rank: int, world: int) -> dict[str, Any]:
+    answers = {}
+    for how in ("plain", "fsdp2", "fsdp1", "fsdp1 flat"):
+        source, twin, target = (_some(how if i < 2 else "plain", i // 2) for i in range(3))
+        for each in (source, twin):
+            for number in range(2):
+                each.model(jobs.tokens(number)).backward()
+                each.optimizer.step()
+                each.optimizer.zero_grad()
+        report = dynadapt.migrate(source, target, timeout=30)
+        told = [w.where for w in report.warnings if w.reason == "unused-gradient"]
+        losses = [float(each.model(jobs.tokens(5)).detach()) for each in (target, twin)]
+        source.model(jobs.tokens(2)).backward()
+        try:
+            dynadapt.migrate(source, target, timeout=30)
+            reason, where = "moved", []
+        except dynadapt.MigrationAborted as error:
+            reason = error.reason
+            where = sorted({finding.where.split(".")[0] for finding in error.findings})
+        answers[how] = {"told": told, "gap": abs(losses[0] - losses[1]), "open": (reason, where)}
+    return answers
+
+
+def test_gradients_that_no_optimizer_uses_are_no_open_step(ranks2: Pool) -> None:
+    """`optimizer.zero_grad()` passes them by, so that they are there for good; those in a group count."""
+    for answers in ranks2.run(_left, timeout=60):
+        for how, answer in answers.items():
+            left = {"_flat_param"} if how == "fsdp1 flat" else OUTSIDE
+            assert set(answer["told"]) == left, how
+            assert answer["gap"] < 1e-6
+            assert answer["open"] == ("mid-step", ["down", "up"]), how
