@@ -1,4 +1,4 @@
-"""HANG B146, B147, B150, B152 (B149: test_repl): nothing waits for ever; the root error is told."""
+"""HANG B144, B146, B147, B150, B152 (B149: test_repl): nothing waits for ever; the root error is told."""
 
 from __future__ import annotations
 
@@ -40,6 +40,36 @@ def test_two_ranks_that_both_have_much_to_send(ranks2: Pool) -> None:
     """B146, B147: 8 MB each way at once; blocking sends on both sides would wait for each other."""
     for answer in ranks2.run(_exchange, timeout=100):
         assert answer == {"bytes": 1 << 24, "same": True}
+
+
+def _other_half(rank: int, world: int) -> dict[str, Any]:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    halves = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
+    answers = {}
+    torch.manual_seed(rank // 2)
+    model = nn.Linear(6, 5)
+    before = model.weight.detach().clone()
+    fully_shard(model, mesh=halves[rank // 2])
+    for number in range(2):  # there and back, between groups that have no rank in common
+        mine = rank // 2 == number
+        source, target = (model, None) if mine else (None, model)
+        dynadapt.migrate(source, target, timeout=30)
+    answers["weight"] = model.weight.full_tensor().tolist()
+    told: list[Any] = [None] * world
+    dist.all_gather_object(told, before.tolist())
+    answers["first"] = told[0]
+    answers["changed"] = told[0] != told[2]
+    return answers
+
+
+def test_two_groups_without_a_common_rank(ranks4: Pool) -> None:
+    """B144: trainer and receiver, each with collectives of its own, and one order over both."""
+    for answer in ranks4.run(_other_half, timeout=60):
+        assert answer["weight"] == answer["first"]
+        assert answer["changed"]
 
 
 def _models(count: int) -> list[nn.Module]:
