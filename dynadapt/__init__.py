@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dynadapt.api import declare, describe, fingerprint, load, migrate, plan, simulate
+    from dynadapt.api import declare, describe, fingerprint, load, migrate, plan, save, simulate
     from dynadapt.elastic.checkpoint import Checkpoint
     from dynadapt.errors import DynadaptError, Finding, MigrationAborted, Refused
     from dynadapt.offline import convert, diff, open
@@ -31,6 +31,7 @@ __all__ = [
     "migrate",
     "open",
     "plan",
+    "save",
     "simulate",
 ]
 
@@ -52,6 +53,7 @@ _HOMES = {
     "migrate": "dynadapt.api",
     "open": "dynadapt.offline",
     "plan": "dynadapt.api",
+    "save": "dynadapt.api",
     "simulate": "dynadapt.api",
 }
 

@@ -17,8 +17,10 @@ from dynadapt.elastic import migration
 from dynadapt.elastic.outcome import printed
 from dynadapt.elastic.settings import DEFAULT_BUDGET, Settings
 from dynadapt.elastic.state import fingerprint_of, side_of
+from dynadapt.elastic.targets import file_options, target_of
 from dynadapt.elastic.worlds import current_session
-from dynadapt.protocols import TrainState
+from dynadapt.errors import Refused
+from dynadapt.protocols import FileTarget, TrainState
 from dynadapt.transport.control import Timeouts
 from dynadapt.vps.box import Box
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from dynadapt.elastic.plan_report import PlanReport
     from dynadapt.elastic.side import Side
     from dynadapt.elastic.worlds import Session
+    from dynadapt.errors import Finding
     from dynadapt.transport.simulate import Cluster, Simulation
     from dynadapt.vps.mesh_layout import MeshLayout
     from dynadapt.vps.model_shape import ModelShape
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
     from dynadapt.vps.tensor_map import TensorMap
     from dynadapt.vps.tp_rules import TpRules
 
-__all__ = ["declare", "describe", "fingerprint", "load", "migrate", "plan", "simulate"]
+__all__ = ["declare", "describe", "fingerprint", "load", "migrate", "plan", "save", "simulate"]
 
 
 def _state(x: Any) -> Any:
@@ -267,6 +270,66 @@ def load(
     )
     here = session or current_session()
     return migration.migrate(here, os.fspath(path), _state(live), settings, on_phase)
+
+
+def save(
+    live: Any,
+    path: str | os.PathLike[str],
+    to: str,
+    *,
+    order: Sequence[str] = (),
+    groups: Sequence[Sequence[str]] = (),
+    dtype: str | None = None,
+    keep_dtype: Sequence[str] = (),
+    max_shard_size: int | None = None,
+    force: bool = False,
+    allow: Collection[str] = (),
+    on_drift: Literal["error", "warn", "take-first"] = "error",
+    tensor_map: TensorMap | None = None,
+    timeout: float | None = None,
+    on_phase: Callable[[str], None] | None = None,
+    session: Session | None = None,
+) -> MigrationReport:
+    """Write a live job as a checkpoint of any format and number of ranks. All ranks call it.
+
+    `live` is a source as for `migrate`, at a step boundary; it is only read. `to` is a format
+    (`universal`, `safetensors`), a layout (`zero3:dp=4`), or both; the layout need not be the job's own.
+    Every rank writes the elements that it was chosen for, of those it holds, straight to their places in the
+    files; all ranks must see one file system. Everything is read back and compared with the job, and the
+    manifest has the job's fingerprint, before the folder gets its name.
+
+    `order` and `groups` list parameter names where the order or the optimizer's groups are to be others.
+    `dtype` is that of floats in safetensors, but for names that match `keep_dtype`; `max_shard_size` bounds
+    such a file, in bytes. `force` replaces what is there. `tensor_map` gives other names and shapes. What
+    the format has no place for is told in the report's outcomes. The other arguments are those of `migrate`.
+
+    Raises `MigrationAborted`, the same on every rank, with the seat, the phase and all findings
+    (`target-exists`, `disk-full`, `files-differ`...); then there is no such folder, or the old one.
+
+    >>> import pathlib, tempfile, torch
+    >>> at, model = pathlib.Path(tempfile.mkdtemp()) / "weights", torch.nn.Linear(3, 2)
+    >>> report = save(model, at, "safetensors")
+    >>> report.bytes_written, report.fingerprint_target == fingerprint(model)
+    (32, True)
+    """
+    unfit: tuple[Finding, ...] = ()
+    try:
+        target = target_of(os.fspath(path), to, file_options(dtype, keep_dtype, max_shard_size))
+    except Refused as error:  # told to all ranks, and not to this one alone
+        target, unfit = FileTarget(os.fspath(path), to), error.findings
+    target.order = tuple(order)
+    target.groups = tuple(tuple(names) for names in groups)
+    settings = _settings(
+        narrow="if-exact" if dtype is None else "allow",
+        on_drift=on_drift,
+        allow=allow,
+        source_map=tensor_map,
+        timeout=timeout,
+        force=force,
+        unfit=unfit,
+    )
+    here = session or current_session()
+    return migration.migrate(here, _state(live), target, settings, on_phase)
 
 
 def fingerprint(

@@ -48,6 +48,7 @@ def test_public_names() -> None:
         "migrate",
         "open",
         "plan",
+        "save",
         "simulate",
     ]
     assert all(hasattr(dynadapt, name) for name in dynadapt.__all__)

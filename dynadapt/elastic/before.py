@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from dynadapt.elastic import checks, drift, memory
 from dynadapt.elastic.contract import over_limit, parking, promised
+from dynadapt.elastic.conversion import copies
 from dynadapt.elastic.cutting import cut_chunks
 from dynadapt.elastic.deferred import Deferred
 from dynadapt.elastic.naming import Naming, Own, renamed
 from dynadapt.elastic.parked import Parked, Woken
 from dynadapt.elastic.release import cannot_undo, rounds_for, shared_with
 from dynadapt.elastic.seen import changed_since
+from dynadapt.elastic.shared import SharedFiles
 from dynadapt.elastic.side import unite
 from dynadapt.elastic.state import ballot, parked_findings, refuse
 from dynadapt.errors import Finding, Refused
-from dynadapt.protocols import Outcome, TrainState, modules_of
+from dynadapt.protocols import FileTarget, Outcome, TrainState, modules_of
 from dynadapt.registry import adapter_for
 from dynadapt.transport.hashing import Wanted
 from dynadapt.transport.match import match
@@ -58,7 +60,10 @@ def _quiesce(run: Run) -> None:
     if run.x_source is not None:
         run.source_adapter = adapter_for(run.x_source)
         refuse(parked_findings("source", run.x_source))
-    if run.x_target is not None:
+    if isinstance(run.x_target, FileTarget):
+        run.saving = SharedFiles(run.x_target, run.control, force=run.settings.force)
+        run.target_adapter = run.saving
+    elif run.x_target is not None:
         run.target_adapter = adapter_for(run.x_target)
         run.woken = Woken(TrainState.of(run.x_target).model)
     for adapter, x in (
@@ -107,6 +112,8 @@ def _prepare(run: Run) -> None:
         )
         deferred = Deferred() if run.settings.mode == "release" else None
         with deferred or nullcontext():
+            if run.saving is not None:
+                run.saving.aux = run.wanted.aux
             run.own_target = run.target_adapter.prepare(run.x_target, run.wanted.keys)
         if deferred is not None:
             run.deferred = deferred.settle(run.own_target.buffers)
@@ -166,12 +173,15 @@ def make_plan(run: Run) -> None:
     run.options = Options(
         budget=settings.budget,
         narrow=settings.narrow,
-        allow=settings.allow,
+        allow=settings.allow | ({"extra"} if run.saving else set()),  # it is told what was dropped
         hosts=run.hosts,
         workers=run.workers(),
     )
     source, target = run.source.layout, run.target.layout
     run.matched = match(source.keys, target.keys, run.options)
+    if run.saving is not None:
+        copied = copies(source, target)
+        run.matched = replace(run.matched, pairs=(*run.matched.pairs, *copied))
     steps = checks.steps_differ(run.source.scalars, run.target.flat, settings.allow)
     files = checks.files_unreachable(run.source, run.target)
     refuse(run.told([*run.lacking, *run.matched.findings, *cover.prove(target), *steps, *files]))
@@ -236,7 +246,7 @@ def agree(run: Run) -> None:
     devices = {report["device"] for report in told.values()}
     on_cuda = all(device.startswith("cuda") for device in devices)
     run.wire_device = mine["device"] if on_cuda else "cpu"
-    if len(run.control.seats) > 1:
+    if any(report["pairs"] for report in told.values()):
         run.channel = _open_channel(run)
 
 

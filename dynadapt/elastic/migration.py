@@ -18,6 +18,7 @@ from dynadapt.elastic.plan_report import PlanReport
 from dynadapt.elastic.run import PHASES, OnPhase, Run
 from dynadapt.elastic.undo import undo
 from dynadapt.transport.executor import execute
+from dynadapt.transport.into_files import write_moves
 from dynadapt.transport.planner import plan_for
 
 if TYPE_CHECKING:
@@ -87,8 +88,11 @@ def _whole(run: Run) -> MigrationReport:
         totals = after.totals(run)
         streams = rng.gather(run.control, run.source, run.target)
     with run.phase("commit", last=True):
-        pass
+        if run.saving is not None:
+            run.saving.settle()
     run.committed = True
+    if run.saving is not None:
+        run.saving.close()
     release.settle(run)
     if run.woken is not None:
         run.woken.settle()
@@ -113,6 +117,12 @@ def _move(run: Run) -> None:
     """All bytes."""
     if run.release is not None:
         run.moved = release.move(run, run.release)
+        return
+    if run.saving is not None:
+        run.moved = write_moves(
+            *(run.seat_plan, run.matched, run.source_storage(), run.target_storage()),
+            narrow=run.settings.narrow,
+        )
         return
     run.moved = execute(
         run.seat_plan,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dynadapt.elastic.peak import Meter
     from dynadapt.elastic.release import Release
     from dynadapt.elastic.settings import Settings
+    from dynadapt.elastic.shared import SharedFiles
     from dynadapt.elastic.side import Side
     from dynadapt.elastic.worlds import Session
     from dynadapt.errors import Finding
@@ -50,6 +51,7 @@ class Run:
 
     source: Side
     target: Side
+    saving: SharedFiles | None
     wanted: Own
     hosts: dict[int, str]
     matched: Match
@@ -76,6 +78,7 @@ class Run:
         self.seconds: dict[str, float] = {}
         self.source_adapter: Adapter | None = None
         self.target_adapter: Adapter | None = None
+        self.saving = None
         self.own_source: Described | None = None
         self.own_target: Described | None = None
         self.preparing = False

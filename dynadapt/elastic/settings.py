@@ -20,7 +20,10 @@ ALLOWANCES = frozenset({"extra", "missing", "tie", "step"})
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a user may decide; must be equal on every seat."""
+    """What a user may decide; must be equal on every seat.
+
+    `force`: a checkpoint that is there already is replaced. `unfit`: what is wrong with other arguments.
+    """
 
     budget: int = DEFAULT_BUDGET
     max_extra_bytes: int | None = None
@@ -31,6 +34,8 @@ class Settings:
     timeouts: Timeouts = field(default_factory=Timeouts)
     source_map: TensorMap | None = None
     target_map: TensorMap | None = None
+    force: bool = False
+    unfit: tuple[Finding, ...] = ()
 
     def to_json(self) -> dict[str, object]:
         """One plain value an argument, equal on seats that were given equal ones."""
@@ -42,13 +47,14 @@ class Settings:
             "on_drift": self.on_drift,
             "allow": sorted(self.allow),
             "timeout": self.timeouts.phase,
+            "force": self.force,
             "source_map": None if self.source_map is None else self.source_map.to_json(),
             "target_map": None if self.target_map is None else self.target_map.to_json(),
         }
 
     def findings(self) -> list[Finding]:
         """What is wrong with them. Not raised when made: all seats are to be told, not one."""
-        findings = []
+        findings = [*self.unfit]
         if self.mode not in {"keep", "park", "release"}:
             findings.append(_bad("mode", self.mode, "'keep', 'park' or 'release'"))
         if self.narrow not in {"if-exact", "allow", "refuse"}:

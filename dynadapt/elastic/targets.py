@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import FileTarget
 from dynadapt.registry import format_names
+from dynadapt.vps.keys import ITEMSIZE
 from dynadapt.vps.spec import LayoutSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["target_of"]
+__all__ = ["file_options", "target_of"]
 
 _DEFAULT = dict.fromkeys(("zero0", "zero1", "zero2", "zero3"), "deepspeed")
 """The format of a kind of layout, where none is named."""
@@ -45,3 +46,21 @@ def target_of(path: str | Path, spec: str, options: Mapping[str, Any] | None = N
         fix = f"known: {', '.join(known)}; write FORMAT/{layout.kind}:..."
         raise Refused([Finding("bad-spec", text, cause, fix)])
     return FileTarget(str(path), named, layout, options=dict(options or {}))
+
+
+def file_options(
+    dtype: str | None = None, keep_dtype: Sequence[str] = (), max_shard_size: int | None = None
+) -> dict[str, Any]:
+    """What a user may say of files of weights; raises `Refused` (`bad-argument`).
+
+    >>> file_options("bfloat16", max_shard_size=1 << 30)
+    {'max_shard_size': 1073741824, 'dtype': 'bfloat16', 'keep_dtype': ()}
+    """
+    options: dict[str, Any] = {}
+    if max_shard_size is not None:
+        options["max_shard_size"] = max_shard_size
+    if dtype is not None:
+        if dtype not in ITEMSIZE:
+            raise Refused([Finding("bad-argument", f"dtype {dtype}", "there is no such dtype")])
+        options |= {"dtype": dtype, "keep_dtype": tuple(keep_dtype)}
+    return options

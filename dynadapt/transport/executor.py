@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dynadapt.vps.keys import Key
     from dynadapt.vps.layout import Row
 
-__all__ = ["Moved", "Storage", "execute", "staging_bytes", "staging_needed"]
+__all__ = ["Moved", "Storage", "copy_checked", "execute", "staging_bytes", "staging_needed"]
 
 DIRECT = 64 << 10
 """Bytes from which a piece is a message of its own. Both ends must use the same number."""
@@ -62,6 +62,12 @@ class Storage:
             if box is None or row.box.contains(box):
                 return row
         return None
+
+    def places(self, endpoint: int, key: Key, box: Box) -> Iterator[tuple[Row, Buffer]]:
+        """Every row of the endpoint that holds all of `box`, with the buffer that it lies in."""
+        for row in self._rows.get((endpoint, key), ()):
+            if row.box.contains(box):
+                yield row, self._buffers[row.buffer]
 
     def view(self, endpoint: int, key: Key, box: Box) -> torch.Tensor:
         """The elements of `box`, as a view of the framework's own storage, in the box's shape."""
@@ -216,7 +222,7 @@ class _Run:
             self._target.view(endpoint, key, box).zero_()
             self.moved.filled += box.volume * itemsize(self._matched.by_target[key].target.dtype)
         for move in plan.local:
-            self._copy(self._read(move), self._into(move), move)
+            copy_checked(self._read(move), self._into(move), move, self._narrow)
             self.moved.read += move.nbytes if move.source < 0 else 0
             self.moved.written += move.nbytes if move.target < 0 else 0
             self.moved.copied += move.nbytes if move.source == move.target else 0
@@ -234,7 +240,8 @@ class _Run:
         for message in out:
             for piece in message.pieces:
                 if piece.at >= 0:
-                    self._copy(piece.view, self._staged(half, piece), piece.move)
+                    staged = self._staged(half, piece)
+                    copy_checked(piece.view, staged, piece.move, self._narrow)
             sends.append((message.peer, self._bytes(half, message)))
         held = sum(stage.numel() for stage in self._stages)
         self.moved.peak_staging = max(self.moved.peak_staging, held)
@@ -315,18 +322,17 @@ class _Run:
     def _empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
-    def _copy(self, source: torch.Tensor, target: torch.Tensor, move: Move) -> None:
-        """Copy with a cast where the dtypes differ; a narrowing one is checked if it has to be exact."""
-        if source.dtype == target.dtype or self._narrow == "allow":
-            cast_into(target, source)
-            return
-        widens = target.dtype.itemsize > source.dtype.itemsize
-        cast_into(target, source)
-        if widens:
-            return
-        for part, cast in zip(_slabs(source), _slabs(target), strict=True):
-            if not torch.equal(_bits(cast.to(part.dtype)), _bits(part.contiguous())):
-                raise Refused([_inexact(move, source.dtype, target.dtype)])
+
+def copy_checked(source: torch.Tensor, target: torch.Tensor, move: Move, narrow: str) -> None:
+    """Copy with a cast where the dtypes differ; a narrowing one is checked if it has to be exact."""
+    cast_into(target, source)
+    widens = target.dtype.itemsize > source.dtype.itemsize
+    if source.dtype == target.dtype or narrow == "allow" or widens:
+        return
+    for part, cast in zip(_slabs(source), _slabs(target), strict=True):
+        back = cast.to(part.device, part.dtype)
+        if not torch.equal(_bits(back), _bits(part.contiguous())):
+            raise Refused([_inexact(move, source.dtype, target.dtype)])
 
 
 def _named(error: ChannelError, chunk: Chunk) -> ChannelError:

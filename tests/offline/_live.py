@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import signal
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -133,4 +136,90 @@ def loaded_alone(
     if then:
         dynadapt.load(job.state, then, timeout=30)
         told |= {"held": job.tensors(), **steps_on(job)}
+    return told
+
+
+def saved(
+    rank: int, world: int, kinds: Sequence[str], folder: str, to: str, options: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """A job of each kind is saved under its name, and goes on as if nothing had been."""
+    answers = []
+    for kind in kinds:
+        job = started(kind, options.get("recipe", "adamw"))
+        told: dict[str, Any] = {"kind": kind, "held": job.tensors()}
+        told["live"] = dynadapt.fingerprint(job.state)
+        job.evaluate()  # leaves gathered weights behind
+        more = {k: v for k, v in options.items() if k != "recipe"}
+        maps = {} if job.tensor_map is None else {"tensor_map": job.tensor_map}
+        report = dynadapt.save(job.state, f"{folder}/{kind}", to, timeout=60, **maps, **more)
+        told |= {
+            "moved": report.bytes_moved,
+            "written": report.bytes_written,
+            "fingerprints": (report.fingerprint_source, report.fingerprint_target),
+            "outcomes": {outcome.path: outcome.kind for outcome in report.outcomes},
+            "warnings": [str(warning) for warning in report.warnings],
+            "changed": jobs.differing(told["held"], job.tensors()),
+        }
+        answers.append({**told, **steps_on(job)})
+    return answers
+
+
+def loaded_by_deepspeed(
+    rank: int, world: int, kind: str, where: str, recipe: str
+) -> dict[str, Any]:
+    """A fresh engine loads a checkpoint by DeepSpeed's own loader, and goes on."""
+    job = build(kind, recipe, width=jobs.HIDDEN)
+    engine = job.state.model
+    path, _ = engine.load_checkpoint(where)
+    hyper = [{name: group[name] for name in _walk.HYPER} for group in engine.optimizer.param_groups]
+    told = {"path": path, "held": job.tensors(), "hyper": hyper, "buffers": _walk._buffers(job)}
+    return {**told, "kind": kind, **steps_on(job)}
+
+
+def saved_or_not(
+    rank: int,
+    world: int,
+    kind: str,
+    path: str,
+    tos: Sequence[str],
+    fail: tuple[int, str, str],
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """A job is to be saved, and a rank fails in a phase: it raises, it dies, or may write no more.
+
+    Then it goes on, and is saved with nothing in its way.
+    """
+    job = started(kind)
+    held = job.tensors()
+    at, phase, how = fail
+
+    def on_phase(name: str) -> None:
+        if (rank, name) == (at, phase):
+            if how == "die":
+                os._exit(7)
+            if how == "full":
+                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+            else:
+                raise RuntimeError("on purpose")
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    to = tos[min(rank, len(tos) - 1)]
+    told: dict[str, Any] = {}
+    try:
+        dynadapt.save(job.state, path, to, timeout=10, on_phase=on_phase, **options)
+    except dynadapt.MigrationAborted as error:
+        told |= {
+            "phase": error.phase,
+            "seat": error.seat,
+            "reason": error.reason,
+            "text": str(error),
+        }
+        told["findings"] = [finding.to_json() for finding in error.findings]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    told["left"] = sorted(os.listdir(os.path.dirname(path)))
+    if how != "die":
+        told["changed"] = jobs.differing(held, job.tensors())
+        told |= steps_on(job)
     return told
