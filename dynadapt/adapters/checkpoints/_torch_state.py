@@ -64,7 +64,9 @@ class StateDicts:
             raise Refused(self.files.findings)
         rows = {file_endpoint(name): tuple(own) for name, own in self.files.rows.items()}
         specs, aux = tuple(self.specs.values()), tuple(self.aux)
-        return Described(specs, (), self.files.buffers, self.scalars, aux, files=rows)
+        return Described(
+            specs, (), self.files.buffers, self.scalars, aux, files=rows, written="torch"
+        )
 
     def put(self, spec: KeySpec, file: TorchFile, tensor: StoredTensor) -> None:
         """A key whose whole tensor lies in a file."""
