@@ -17,7 +17,8 @@ body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 78rem
 table { border-collapse: collapse; width: 100% } caption { text-align: left; font-weight: 600; padding: .5rem 0 }
 th, td { border-bottom: 1px solid #ddd; padding: .3rem .6rem; text-align: left; vertical-align: top }
 td.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
-code { overflow-wrap: anywhere } .different, .only-in-a, .only-in-b { color: #a40000 } .rounding { color: #7a5200 }
+code { overflow-wrap: anywhere } .rounding { color: #7a5200 }
+.different, .only-in-a, .only-in-b { color: #a40000 }
 @media (prefers-color-scheme: dark) {
 body { background: #161616; color: #e8e8e8 } th, td { border-color: #444 }
 .different, .only-in-a, .only-in-b { color: #ff8a80 } .rounding { color: #ffcc66 } }

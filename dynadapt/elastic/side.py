@@ -161,7 +161,11 @@ def _lower(own: Described) -> dict[str, Any]:
 def _unite_scalars(parts: Mapping[int, Any], findings: list[Finding], read: _Reader) -> Scalars:
     found: dict[str, dict[str, int | float]] = {}
     told: dict[tuple[str, str], int] = {}
+    heard: set[bytes] = set()  # seats mostly tell the same
     for seat, report in parts.items():
+        if report["scalars"] in heard:
+            continue
+        heard.add(report["scalars"])
         for name, values in read.value(report["scalars"]).items():
             for label, value in values.items():
                 known = found.setdefault(name, {}).setdefault(label, value)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
+from operator import le
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -44,7 +45,7 @@ class Row:
     def __post_init__(self) -> None:
         if len(self.strides) != self.box.ndim:
             raise ValueError(f"{self.key} {self.box}: {len(self.strides)} strides")
-        if self.offset < 0 or any(stride < 0 for stride in self.strides):
+        if self.offset < 0 or min(self.strides, default=0) < 0:
             raise ValueError(f"{self.key} {self.box}: negative offset or stride")
 
     @property
@@ -264,4 +265,4 @@ class RowLayout:
 
 
 def _fits(box: Box, shape: Sequence[int]) -> bool:
-    return box.ndim == len(shape) and Box.whole(shape).contains(box)
+    return len(box.hi) == len(shape) and all(map(le, box.hi, shape))

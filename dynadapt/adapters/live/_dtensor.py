@@ -9,6 +9,7 @@ as a strided shard whose split factor is the number of pieces that the later axe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -75,6 +76,10 @@ def boxes_of(
         if box.volume:
             boxes.append(LocalBox(box, start))
     return local_shape, tuple(boxes)
+
+
+_boxes_of = lru_cache(maxsize=4096)(boxes_of)
+"""A model has many tensors and few shapes, and each is asked for with every state of it."""
 
 
 def _dim_ranges(
@@ -173,10 +178,12 @@ def local_boxes(name: str, tensor: DTensor) -> tuple[LocalBox, ...]:
     """
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
-    placements = [_split(name, placement) for placement in tensor.placements]
+    placements = tuple(_split(name, placement) for placement in tensor.placements)
     if coordinate is None:
         return ()
-    expected, boxes = boxes_of(tuple(tensor.shape), tuple(mesh.shape), coordinate, placements)
+    expected, boxes = _boxes_of(
+        tuple(tensor.shape), tuple(mesh.shape), tuple(coordinate), placements
+    )
     actual = tuple(tensor._local_tensor.shape)
     if actual != expected:
         raise Refused(
