@@ -13,8 +13,10 @@ if TYPE_CHECKING:
 __all__ = ["page_of"]
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 78rem; padding: 0 1rem; color: #1a1a1a }
-table { border-collapse: collapse; width: 100% } caption { text-align: left; font-weight: 600; padding: .5rem 0 }
+body { color: #1a1a1a }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 78rem; padding: 0 1rem }
+table { border-collapse: collapse; width: 100% }
+caption { text-align: left; font-weight: 600; padding: .5rem 0 }
 th, td { border-bottom: 1px solid #ddd; padding: .3rem .6rem; text-align: left; vertical-align: top }
 td.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
 code { overflow-wrap: anywhere } .rounding { color: #7a5200 }
