@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as dsd
 
@@ -73,3 +74,24 @@ def unbroken(rank: int, world: int, kind: str, recipe: str, steps: int) -> dict[
     answer["losses"] = [job.step(number) for number in (steps, steps + 1)]
     answer["after"] = job.tensors()
     return answer
+
+
+def save_apart(rank: int, world: int, where: str) -> None:
+    """Save a sharded tensor without collectives: every rank has a `__RANK.metadata`."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    whole = torch.arange(14, dtype=torch.float32).reshape(7, 2)
+    tensor = distribute_tensor(whole, init_device_mesh("cpu", (world,)), [Shard(0)])
+    dcp.save({"model": {"w": tensor}}, checkpoint_id=where, use_collectives=False)
+
+
+def save_safetensors(rank: int, world: int, where: str) -> dict[str, torch.Tensor]:
+    """The weights of an FSDP2 job as torch's writer for Hugging Face has them, a file a rank."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+    job: Any = kinds.build("fsdp2", seed=0)
+    weights = dsd.get_model_state_dict(job.model)
+    del weights["head.weight"]  # safetensors refuses what shares memory
+    dcp.save(dict(weights), storage_writer=HuggingFaceStorageWriter(where, save_distributed=True))
+    return {name: getattr(t, "full_tensor", lambda t=t: t)() for name, t in weights.items()}

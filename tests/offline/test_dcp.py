@@ -133,6 +133,7 @@ def test_the_job_goes_on_as_if_it_had_not_stopped(
     live = _ranks.pool(ranks).run(_dcp.save, kind, recipe, "app", str(old), 2, timeout=200)[0]
     report = convert(open_checkpoint(old), target_of(new, spec))
     assert report.fingerprint == live == open_checkpoint(new).fingerprint()
+    assert open_checkpoint(new).own.written == ("dcp" if "ddp" in spec else spec.replace("p1", "p2"))
     assert open_checkpoint(new).aux["user/loader"].value == {"at": [1, 2]}
     pool = _ranks.pool(to_ranks)
     answers = pool.run(_dcp.load, to, recipe, "model", str(new), 2, timeout=200)
@@ -303,6 +304,75 @@ def test_every_cut_and_flip_is_a_finding(tmp_path: Path) -> None:
         path.write_bytes(data)
     assert open_checkpoint(where).fingerprint() == whole
     assert {"bad-pickle", "bad-file", "truncated-file"} <= reasons
+
+
+def test_copies_and_what_else_is_saved(tmp_path: Path) -> None:
+    """An EMA, a generator's state, a schedule; and all of it again in what is written."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.BatchNorm1d(3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    model(torch.randn(2, 5)).sum().backward()
+    optimizer.step()
+    schedule.step()
+    weights, states = get_state_dict(model, optimizer)
+    ema = {name: tensor * 2 for name, tensor in weights.items() if tensor.ndim}
+    rng = torch.arange(40, dtype=torch.uint8)
+    tree = {"net": weights, "opt": states, "ema": ema, "rng": {"cpu": rng, "seed": 4}}
+    tree |= {"lr_sched": schedule.state_dict(), "big": {"kept": torch.randn(300, 100)}}
+    old, new = tmp_path / "old", tmp_path / "new"
+    dcp.save(tree, checkpoint_id=old, no_dist=True)
+    convert(open_checkpoint(old), target_of(new, "dcp/fsdp2:dp=2"))
+    for where in (old, new):
+        found = open_checkpoint(where)
+        kinds = {str(spec.key): spec.kind for spec in found.layout.keys}
+        assert kinds["1.running_mean/buffer"] == kinds["1.num_batches_tracked/buffer"] == "buffer"
+        arrays = _arrays(found)
+        assert np.array_equal(arrays["0.weight/extra:ema"], ema["0.weight"].numpy())
+        assert np.array_equal(arrays["kept/extra:big"], tree["big"]["kept"].numpy())
+        value = found.aux["user/rng"].value
+        assert value == {"cpu": {"torch.Tensor": ["uint8", [40], bytes(range(40))]}, "seed": 4}
+        assert found.aux["scheduler"].value["state"]["last_epoch"] == 1
+    back = {"rng": {"cpu": torch.zeros_like(rng), "seed": 0}, "lr_scheduler": schedule.state_dict()}
+    back["lr_scheduler"]["last_epoch"] = 7
+    dcp.load(back, checkpoint_id=new, no_dist=True)
+    assert torch.equal(back["rng"]["cpu"], rng)
+    assert back["rng"]["seed"] == 4
+    assert back["lr_scheduler"] == schedule.state_dict()
+
+
+def test_several_models_are_refused_by_name(tmp_path: Path) -> None:
+    tree = {}
+    for name in ("actor", "critic"):
+        model = torch.nn.ModuleDict({name: torch.nn.Linear(3, 2)})
+        weights, states = get_state_dict(model, torch.optim.SGD(model.parameters(), momentum=0.9))
+        tree[name] = {"model": weights, "optim": states}
+    dcp.save(tree, checkpoint_id=tmp_path / "saved", no_dist=True)
+    with pytest.raises(Refused, match=r"actor\.model") as caught:
+        open_checkpoint(tmp_path / "saved")
+    assert caught.value.reason == "unsupported-format"
+
+
+def test_each_rank_with_metadata_of_its_own(tmp_path: Path) -> None:
+    """As `dcp.save(use_collectives=False)` leaves it."""
+    where = tmp_path / "saved"
+    _ranks.pool(2).run(_dcp.save_apart, str(where), timeout=200)
+    assert not (where / ".metadata").exists()
+    found = _arrays(open_checkpoint(where))
+    assert np.array_equal(found["w/param"], np.arange(14, dtype="f4").reshape(7, 2))
+
+
+def test_safetensors_of_every_rank(tmp_path: Path) -> None:
+    """As torch's writer for Hugging Face leaves them: every rank has its part of each tensor."""
+    where = tmp_path / "saved"
+    held = _ranks.pool(4).run(_dcp.save_safetensors, str(where), timeout=200)[0]
+    found = open_checkpoint(where)
+    assert found.problems() == ()
+    ours = {key.rpartition("/")[0]: array for key, array in _arrays(found).items()}
+    assert ours.keys() == held.keys()
+    assert all(np.array_equal(array, held[name].numpy()) for name, array in ours.items())
+    next(where.glob("shard-00002*")).unlink()
+    assert {problem.reason for problem in open_checkpoint(where).problems()} == {"uncovered"}
 
 
 def _changed(where: Path, change: Any) -> None:

@@ -19,9 +19,10 @@ from dynadapt.vps.box import MAX_DIMS, Box
 from dynadapt.vps.keys import ITEMSIZE
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["METADATA", "Chunk", "Entry", "Names", "metadata_files", "read_metadata"]
+__all__ = ["METADATA", "Chunk", "Entry", "Names", "boxes", "metadata_files", "read_metadata"]
 
 METADATA = ".metadata"
 _OF_RANK = re.compile(r"^__(\d+)\.metadata$")
@@ -73,6 +74,7 @@ def read_metadata(root: Path) -> dict[str, Entry]:
     """All entries by name, in the order in which they were saved; raises `Refused` with all findings."""
     entries: dict[str, Entry] = {}
     findings: list[Finding] = []
+    sizes: dict[str, int] = {}
     files = metadata_files(root)
     if not files:
         cause = "has no .metadata: the save did not end, or it was not copied"
@@ -88,10 +90,23 @@ def read_metadata(root: Path) -> dict[str, Entry]:
             findings.append(Finding("bad-file", path, cause, "it may be damaged: copy it again"))
     for entry in entries.values():
         entry.chunks.sort(key=lambda chunk: () if chunk.box is None else (chunk.box,))
-        findings += _incomplete(root, entry)
+        findings += _incomplete(root, entry, sizes)
     if findings:
         raise Refused(findings)
     return entries
+
+
+def boxes(shape: tuple[int, ...], ranks: int) -> Iterator[tuple[int, Box]]:
+    """What each rank holds of a tensor whose dim 0 is cut as `torch.chunk` cuts it; no empty ones."""
+    whole = Box.whole(shape)
+    if not whole.volume:
+        return
+    if ranks == 1 or not shape:
+        yield 0, whole
+        return
+    step = -(-shape[0] // ranks)
+    for rank, low in enumerate(range(0, shape[0], step)):
+        yield rank, Box((low, *whole.lo[1:]), (min(low + step, shape[0]), *whole.hi[1:]))
 
 
 def _take(tree: Any, entries: dict[str, Entry]) -> None:
@@ -139,6 +154,7 @@ def _lost(name: str) -> tuple[str, int, int]:
 def _storage(stored: dict[Any, Any]) -> dict[tuple[str, Any], tuple[str, int, int]]:
     """Where each chunk lies, by its entry's name and its offset in the tensor."""
     found: dict[tuple[str, Any], tuple[str, int, int]] = {}
+    inside: set[Any] = set()
     for index, info in stored.items():
         name = _field(index, "MetadataIndex", "fqn")
         offset = index.get("offset")
@@ -149,7 +165,9 @@ def _storage(stored: dict[Any, Any]) -> dict[tuple[str, Any], tuple[str, int, in
             fix = "load it with torch and save it without _extensions"
             raise Refused([Finding("unsupported-format", str(name), cause, fix)])
         start, length = _numbers((info.get("offset"), info.get("length")))
-        _inside(file)
+        if file not in inside:
+            _inside(file)
+            inside.add(file)
         found[name, None if offset is None else _numbers(offset)] = (file, start, length)
     return found
 
@@ -165,23 +183,25 @@ def _inside(file: Any) -> None:
         raise Refused([Finding("path-traversal", METADATA, cause, fix)])
 
 
-def _incomplete(root: Path, entry: Entry) -> list[Finding]:
-    """Files that are not there or end too early."""
+def _incomplete(root: Path, entry: Entry, sizes: dict[str, int]) -> list[Finding]:
+    """Files that are not there or end too early; their sizes are looked up once."""
     found = []
     for chunk in entry.chunks:
-        path = root / chunk.file
-        try:
-            size = path.stat().st_size
-        except OSError:
+        if chunk.file not in sizes:
+            try:
+                sizes[chunk.file] = (root / chunk.file).stat().st_size
+            except OSError:
+                sizes[chunk.file] = -1
+        size, path = sizes[chunk.file], f"{root}/{chunk.file}"
+        if size < 0:
             cause = f"is missing, and {entry.name} lies in it"
-            found.append(Finding("missing-file", str(path), cause, "copy the whole checkpoint"))
-            continue
-        if chunk.offset + chunk.length > size:
+            found.append(Finding("missing-file", path, cause, "copy the whole checkpoint"))
+        elif chunk.offset + chunk.length > size:
             cause = (
                 f"ends at byte {size:,}, and bytes {chunk.offset:,} to "
                 f"{chunk.offset + chunk.length:,} are declared, for {entry.name}"
             )
-            found.append(Finding("truncated-file", str(path), cause, "copy it again"))
+            found.append(Finding("truncated-file", path, cause, "copy it again"))
     return found[:1]
 
 

@@ -10,6 +10,7 @@ from dynadapt.adapters.checkpoints._repickle import write_pickle
 
 if TYPE_CHECKING:
     from dynadapt.adapters.checkpoints._dcp_metadata import Chunk, Names
+    from dynadapt.vps.box import Box
 
 __all__ = ["Metadata"]
 
@@ -30,6 +31,8 @@ class Metadata:
     paths: dict[str, Names] = field(default_factory=dict)
     stored: dict[Opaque, Opaque] = field(default_factory=dict)
     _properties: dict[str, Opaque] = field(default_factory=dict)
+    _sizes: dict[tuple[int, ...], Size] = field(default_factory=dict)
+    _boxes: dict[Box, Opaque] = field(default_factory=dict)
 
     def value(self, names: Names, chunk: Chunk) -> None:
         """Add an object that is no tensor."""
@@ -40,16 +43,12 @@ class Metadata:
     def tensor(self, names: Names, shape: tuple[int, ...], dtype: str, chunks: list[Chunk]) -> None:
         """Add a tensor; its chunks may be those of another entry, to which it is tied."""
         name = self._name(names)
-        boxes = [chunk.box for chunk in chunks if chunk.box is not None]
         self.described[name] = _made(
             "TensorStorageMetadata",
             {
                 "properties": self._of(dtype),
-                "size": Size(shape),
-                "chunks": [
-                    _made("ChunkStorageMetadata", {"offsets": Size(b.lo), "sizes": Size(b.shape)})
-                    for b in boxes
-                ],
+                "size": self._size(shape),
+                "chunks": [self._box(chunk.box) for chunk in chunks if chunk.box is not None],
             },
         )
         for number, chunk in enumerate(chunks):
@@ -65,11 +64,24 @@ class Metadata:
     def _store(self, name: str, offset: tuple[int, ...] | None, number: int, chunk: Chunk) -> None:
         index = {
             "fqn": name,
-            "offset": None if offset is None else Size(offset),
+            "offset": None if offset is None else self._size(offset),
             "index": None if offset is None else number,
         }
         info = {"relative_path": chunk.file, "offset": chunk.offset, "length": chunk.length}
         self.stored[_made("MetadataIndex", index)] = Opaque(_STORAGE, new=True, state=info)
+
+    def _size(self, shape: tuple[int, ...]) -> Size:
+        """One object for equal sizes, which are pickled once."""
+        if shape not in self._sizes:
+            self._sizes[shape] = Size(shape)
+        return self._sizes[shape]
+
+    def _box(self, box: Box) -> Opaque:
+        """The same of chunks: a parameter's states are cut as it is."""
+        if box not in self._boxes:
+            state = {"offsets": self._size(box.lo), "sizes": self._size(box.shape)}
+            self._boxes[box] = _made("ChunkStorageMetadata", state)
+        return self._boxes[box]
 
     def _of(self, dtype: str) -> Opaque:
         """`TensorProperties` of a dtype: dtype, layout, requires_grad, memory format, pin_memory."""

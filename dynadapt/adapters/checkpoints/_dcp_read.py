@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dynadapt.adapters._hyper import NOT_HYPER
-from dynadapt.adapters.checkpoints._dcp_metadata import Entry, read_metadata
+from dynadapt.adapters.checkpoints._dcp_metadata import Entry, boxes, read_metadata
 from dynadapt.adapters.checkpoints._dcp_tree import sorted_out
 from dynadapt.adapters.checkpoints._names import looks_like_buffer
 from dynadapt.adapters.checkpoints._optimizer_kinds import FACTORED, SCALARS, family_of, slots_of
@@ -18,6 +18,7 @@ from dynadapt.adapters.checkpoints._pickle import StoredTensor
 from dynadapt.adapters.checkpoints._plain import MARK, lowered
 from dynadapt.adapters.checkpoints._torch_file import TorchFile, read_torch
 from dynadapt.errors import Finding, Refused
+from dynadapt.files import mapped
 from dynadapt.protocols import AuxItem, Described
 from dynadapt.vps.keys import Key, KeySpec
 from dynadapt.vps.layout import Row, file_endpoint
@@ -60,6 +61,7 @@ class Reading:
         self.buffers: dict[str, FileBuffer] = {}
         self.scalars: dict[str, dict[str, int | float]] = {}
         self.aux: list[AuxItem] = []
+        self._maps: dict[str, memoryview] = {}
 
     def described(self) -> Described:
         """All of it; raises `Refused` with every finding."""
@@ -74,8 +76,27 @@ class Reading:
         if self.findings:
             raise Refused(self.findings)
         files = {file_endpoint(name): tuple(rows) for name, rows in self.rows.items()}
-        specs = tuple(self.specs.values())
-        return Described(specs, (), self.buffers, self.scalars, tuple(self.aux), files=files)
+        return Described(
+            tuple(self.specs.values()),
+            (),
+            self.buffers,
+            self.scalars,
+            tuple(self.aux),
+            files=files,
+            written=self._written(saved),
+        )
+
+    def _written(self, saved: Saved) -> str:
+        """What asks for a checkpoint that is cut alike; nothing if it is cut in another way."""
+        cut = [entry for entry in saved.model.values() if len(entry.chunks) > 1]
+        ranks = max((len(entry.chunks) for entry in cut), default=1)
+        alike = all(
+            [chunk.box for chunk in entry.chunks] == [box for _, box in boxes(entry.shape, ranks)]
+            for entry in cut
+        )
+        if ranks == 1:
+            return "dcp"
+        return f"dcp/fsdp2:dp={ranks}" if alike else ""
 
     def _model(self, saved: Saved) -> None:
         if saved.optimizer is not None and saved.optimizer.is_numbered:
@@ -278,9 +299,9 @@ class Reading:
 
     def _open(self, entry: Entry, chunk: Chunk) -> tuple[TorchFile, StoredTensor | None]:
         """The zip of a chunk and the tensor in it; None with a finding if it is not what it should be."""
-        path = str(self.root / chunk.file)
+        path = f"{self.root}/{chunk.file}"
         try:
-            file = read_torch(path, chunk.offset, chunk.length)
+            file = self._zip(chunk)
             tensor = file.tree
             if isinstance(tensor, StoredTensor):
                 file.buffer(tensor)
@@ -293,11 +314,18 @@ class Reading:
             file = TorchFile(path, None, {})
         return file, None
 
+    def _zip(self, chunk: Chunk) -> TorchFile:
+        """The zip of a chunk; its file is mapped once."""
+        path = f"{self.root}/{chunk.file}"
+        if path not in self._maps:
+            self._maps[path] = mapped(path)
+        return read_torch(path, chunk.offset, chunk.length, self._maps[path])
+
     def _object(self, entry: Entry) -> Any:
         """An object that is no tensor."""
         (chunk,) = entry.chunks[:1]
         try:
-            file = read_torch(str(self.root / chunk.file), chunk.offset, chunk.length)
+            file = self._zip(chunk)
         except Refused as error:
             self.findings += error.findings
             return None

@@ -8,24 +8,26 @@ hyperparameters, the rest) goes into `__0_1.distcp`.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dynadapt.adapters.checkpoints._dcp_metadata import METADATA, Chunk
+from dynadapt.adapters.checkpoints._dcp_metadata import METADATA, Chunk, boxes
 from dynadapt.adapters.checkpoints._dcp_pickle import Metadata
 from dynadapt.adapters.checkpoints._dcp_read import OWN
 from dynadapt.adapters.checkpoints._optimizer_kinds import family_of
 from dynadapt.adapters.checkpoints._plain import MARK, Lifting
-from dynadapt.adapters.checkpoints._repickle import tensor
+from dynadapt.adapters.checkpoints._repickle import tensor, write_pickle
 from dynadapt.adapters.checkpoints._state_parts import Parts
 from dynadapt.adapters.checkpoints._torch_state import PLAIN
 from dynadapt.adapters.checkpoints._torch_write import ALIGN, Frame, lay_out
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import Outcome
 from dynadapt.vps.box import Box, row_major_strides
+from dynadapt.vps.keys import itemsize
 from dynadapt.vps.layout import Row, file_endpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from dynadapt.adapters.checkpoints._dcp_metadata import Names
     from dynadapt.adapters.checkpoints._making import Making
@@ -48,6 +50,14 @@ RUNS = {
 }
 
 
+class _Zip(NamedTuple):
+    """One tensor as `torch.save` has it, but for its bytes."""
+
+    frame: Frame
+    pickled: bytes
+    length: int
+
+
 class Writing:
     """The plan of one checkpoint: laid out from keys alone, sealed with scalars and aux."""
 
@@ -56,10 +66,11 @@ class Writing:
         whole = bool(x.groups) or any(spec.kind == "state" for spec in keys)
         self.parts = Parts(x, keys, optimizer=whole)
         self.keys: dict[Key, KeySpec] = {}
-        self.chunks: dict[Key, list[tuple[Chunk, Frame, str]]] = {}
+        self.chunks: dict[Key, list[tuple[Chunk, _Zip, str]]] = {}
         self.rows: dict[str, list[Row]] = {}
         self.sizes = [0] * self.ranks
         self.ends: dict[str, int] = {}
+        self._zips: dict[tuple[str, tuple[int, ...]], _Zip] = {}
         self.buffers: dict[str, dict[str, tuple[str, int, int]]] = {}
         self.first = _first_names(x, self.parts.weights)
         labels = {spec.key.slot.removeprefix("extra:") for spec in self.parts.extras}
@@ -79,22 +90,31 @@ class Writing:
         spec = replace(spec, presence="present")
         self.keys[spec.key] = spec
         own = self.chunks[spec.key] = []
-        for rank, box in _boxes(spec.shape, self.ranks if cut else 1):
+        for rank, box in boxes(spec.shape, self.ranks if cut else 1):
             if not cut:
                 rank = self.sizes.index(min(self.sizes))
             shape = box.shape
-            frame = lay_out({"0": box.volume * spec.nbytes // spec.numel})
-            at, _ = frame.places["0"]
-            *_, (end, tail) = frame.seal(tensor("0", spec.dtype, shape), {"0": 0})
-            start, length, file = self.sizes[rank], end + len(tail), f"__{rank}_0.distcp"
+            zipped = self._zip(spec.dtype, shape)
+            at, _ = zipped.frame.places["0"]
+            start, length, file = self.sizes[rank], zipped.length, f"__{rank}_0.distcp"
             self.ends[file] = start + length
             self.sizes[rank] = -(-(start + length) // ALIGN) * ALIGN
             parts = self.buffers.setdefault(file, {})
             name = str(len(parts))
             parts[name] = (spec.dtype, start + at, box.volume)
-            own.append((Chunk(box, file, start, length), frame, f"{file}#{name}"))
+            own.append((Chunk(box, file, start, length), zipped, f"{file}#{name}"))
             row = Row(spec.key, box, f"{file}#{name}", 0, row_major_strides(shape))
             self.rows.setdefault(file, []).append(row)
+
+    def _zip(self, dtype: str, shape: tuple[int, ...]) -> _Zip:
+        """The zip of a tensor: the same for all of one dtype and shape."""
+        found = self._zips.get((dtype, shape))
+        if found is None:
+            frame = lay_out({"0": prod(shape) * itemsize(dtype)})
+            pickled = write_pickle(tensor("0", dtype, shape))
+            *_, (end, tail) = frame.seal_pickled(pickled, {"0": 0})
+            found = self._zips[dtype, shape] = _Zip(frame, pickled, end + len(tail))
+        return found
 
     def into(self, made: Making) -> dict[int, tuple[Row, ...]]:
         """Allocate all files; the rows by endpoint."""
@@ -112,11 +132,10 @@ class Writing:
     ) -> tuple[Outcome, ...]:
         """Write everything that is not a tensor's bytes; says what became of aux items."""
         frames: dict[str, list[tuple[int, bytes]]] = {}
-        for key, own in self.chunks.items():
-            for chunk, frame, buffer in own:
-                assert chunk.box is not None
-                tree = tensor("0", self.keys[key].dtype, chunk.box.shape)
-                for at, data in frame.seal(tree, {"0": made.crc(buffer, crcs)}):
+        for own in self.chunks.values():
+            for chunk, zipped, buffer in own:
+                crc = {"0": made.crc(buffer, crcs)}
+                for at, data in zipped.frame.seal_pickled(zipped.pickled, crc):
                     frames.setdefault(chunk.file, []).append((chunk.offset + at, data))
         for file, parts in frames.items():
             made.write_parts(file, parts)
@@ -250,19 +269,6 @@ def _ranks(layout: LayoutSpec | None) -> tuple[int, bool]:
         fix = "write dcp, dcp/fsdp2:dp=N or dcp/hsdp:rep=M,dp=N: any job reads its own part of it"
         raise Refused([Finding("bad-spec", str(layout), cause, fix)])
     return layout.size("dp"), known[layout.kind]
-
-
-def _boxes(shape: tuple[int, ...], ranks: int) -> Iterator[tuple[int, Box]]:
-    """What each rank holds of a tensor whose dim 0 is cut as `torch.chunk` cuts it; no empty ones."""
-    whole = Box.whole(shape)
-    if not whole.volume:
-        return
-    if ranks == 1 or not shape:
-        yield 0, whole
-        return
-    step = -(-shape[0] // ranks)
-    for rank, low in enumerate(range(0, shape[0], step)):
-        yield rank, Box((low, *whole.lo[1:]), (min(low + step, shape[0]), *whole.hi[1:]))
 
 
 def _first_names(x: FileTarget, weights: Sequence[KeySpec]) -> dict[str, str]:

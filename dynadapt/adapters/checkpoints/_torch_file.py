@@ -10,6 +10,7 @@ import io
 import struct
 import zipfile
 from dataclasses import dataclass
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.adapters.checkpoints._pickle import StoredTensor, read_pickle
@@ -24,6 +25,20 @@ __all__ = ["TorchFile", "read_torch"]
 
 _LOCAL = struct.Struct("<4s22xHH")
 """A local header: its mark, and the lengths of the name and of the extra field that follow it."""
+
+_CENTRAL = struct.Struct("<4s4xHH12xLHHH8xL")
+"""An entry of the directory: mark, flags, method, bytes, lengths of what follows, local header."""
+
+_END = struct.Struct("<4s6xHLLH")
+"""The end of a zip: mark, entries, the directory's bytes and offset, the length of a comment."""
+
+_BIG = 0xFFFFFFFF
+
+SHORT = 512
+"""Bytes of a pickle of one tensor, at most."""
+
+KNOWN = 1 << 14
+"""Pickles that are kept."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +69,16 @@ class TorchFile:
         return FileBuffer(self.path, tensor.dtype, offset, declared // size)
 
 
-def read_torch(path: str, start: int = 0, length: int | None = None) -> TorchFile:
+def read_torch(
+    path: str, start: int = 0, length: int | None = None, data: memoryview | None = None
+) -> TorchFile:
     """Read a file, or the zip that lies `start` bytes into it; no tensor's bytes are read.
 
-    Raises `Refused`: `unreadable-file`, `bad-file`, `bad-pickle`.
+    `data` is the whole file, if it is mapped already. Raises `Refused`: `unreadable-file`, `bad-file`,
+    `bad-pickle`.
     """
-    data = mapped(path)
+    if data is None:
+        data = mapped(path)
     data = data[start : None if length is None else start + length]
     mark = bytes(data[:2])
     if mark != b"PK":
@@ -68,9 +87,7 @@ def read_torch(path: str, start: int = 0, length: int | None = None) -> TorchFil
         fix = "load it with torch and save it again" if old else "it may be damaged: copy it again"
         raise Refused([Finding("legacy-file" if old else "bad-file", path, cause, fix)])
     try:
-        with zipfile.ZipFile(_Window(data)) as archive:
-            entries = archive.infolist()
-        records = {entry.filename.partition("/")[2]: _place(data, entry) for entry in entries}
+        records = {name.partition("/")[2]: _place(data, name, *at) for name, *at in _listed(data)}
         if "data.pkl" not in records:
             raise ValueError("it has no data.pkl")
         if "byteorder" in records:
@@ -82,7 +99,7 @@ def read_torch(path: str, start: int = 0, length: int | None = None) -> TorchFil
         cause = f"is no whole torch file: {error}"
         fix = "it may be cut short or damaged: copy it again"
         raise Refused([Finding("bad-file", path, cause, fix)]) from error
-    tree = read_pickle(bytes(data[at : at + size]), path)
+    tree = _tree(bytes(data[at : at + size]), path)
     prefix = "data/"
     storages = {
         name[len(prefix) :]: (start + offset, nbytes)
@@ -92,15 +109,63 @@ def read_torch(path: str, start: int = 0, length: int | None = None) -> TorchFil
     return TorchFile(path, tree, storages)
 
 
-def _place(data: memoryview, entry: zipfile.ZipInfo) -> tuple[int, int]:
+_trees: dict[bytes, StoredTensor] = {}
+_lock = Lock()
+
+
+def _tree(data: bytes, path: str) -> Any:
+    """What a pickle says. The pickles of a checkpoint's chunks are few, each of them thousands of times."""
+    known = _trees.get(data) if len(data) <= SHORT else None
+    if known is not None:
+        return known
+    tree = read_pickle(data, path)
+    if len(data) <= SHORT and isinstance(tree, StoredTensor):
+        with _lock:
+            if len(_trees) >= KNOWN:
+                _trees.clear()
+            _trees[data] = tree
+    return tree
+
+
+def _listed(data: memoryview) -> list[tuple[str, int, int, int, int]]:
+    """The entries of a zip: name, flags, method, bytes, and where its local header is.
+
+    By its directory, where that is at its end and plain; by `zipfile`, which takes ten times as long, for
+    all that is large, odd or broken.
+    """
+    found = []
+    try:
+        mark, count, size, at, comment = _END.unpack_from(data, len(data) - _END.size)
+        stop = at + size
+        plain = mark == b"PK\x05\x06" and not comment and count < 0xFFFF
+        while plain and at < stop:
+            mark, flags, method, nbytes, name, extra, note, header = _CENTRAL.unpack_from(data, at)
+            text = bytes(data[at + _CENTRAL.size : at + _CENTRAL.size + name]).decode("ascii")
+            plain = mark == b"PK\x01\x02" and nbytes < _BIG and header < _BIG
+            found.append((text, flags, method, nbytes, header))
+            at += _CENTRAL.size + name + extra + note
+        if plain and at == stop and len(found) == count:
+            return found
+    except (struct.error, UnicodeDecodeError):
+        pass
+    with zipfile.ZipFile(_Window(data)) as archive:
+        return [
+            (e.filename, e.flag_bits, e.compress_type, e.file_size, e.header_offset)
+            for e in archive.infolist()
+        ]
+
+
+def _place(
+    data: memoryview, name: str, flags: int, method: int, nbytes: int, header: int
+) -> tuple[int, int]:
     """Where an entry's bytes lie; it must be stored as it is, inside the file."""
-    if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
-        raise ValueError(f"{entry.filename} is compressed or encrypted")
-    mark, name, extra = _LOCAL.unpack_from(data, entry.header_offset)
-    at = entry.header_offset + 30 + name + extra
-    if mark != b"PK\x03\x04" or entry.file_size < 0 or at + entry.file_size > len(data):
-        raise ValueError(f"{entry.filename} leaves the file")
-    return at, entry.file_size
+    if method != zipfile.ZIP_STORED or flags & 1:
+        raise ValueError(f"{name} is compressed or encrypted")
+    mark, length, extra = _LOCAL.unpack_from(data, header)
+    at = header + 30 + length + extra
+    if mark != b"PK\x03\x04" or nbytes < 0 or at + nbytes > len(data):
+        raise ValueError(f"{name} leaves the file")
+    return at, nbytes
 
 
 class _Window(io.RawIOBase):

@@ -80,6 +80,12 @@ class Frame:
         `tree` is the value that `torch.load` gives, `crcs` the check sums of the storages laid out,
         `values` the bytes of further storages, by name.
         """
+        return self.seal_pickled(write_pickle(tree), crcs, values)
+
+    def seal_pickled(
+        self, pickled: bytes, crcs: Mapping[str, int], values: Mapping[str, bytes] | None = None
+    ) -> list[tuple[int, bytes]]:
+        """The same with the tree as a pickle already."""
         parts, directory = [], b""
         for entry in self._entries:
             crc = crcs[entry.name.decode().rpartition("/data/")[2]]
@@ -87,7 +93,7 @@ class Frame:
             directory += entry.central(crc)
         at, count = self.size, len(self._entries)
         more = {f"data/{name}": value for name, value in (values or {}).items()}
-        more |= {"data.pkl": write_pickle(tree), "byteorder": b"little", "version": b"3\n"}
+        more |= {"data.pkl": pickled, "byteorder": b"little", "version": b"3\n"}
         for name, content in more.items():
             entry = _Entry.after(at, f"{self._name}/{name}", len(content))
             crc = zlib.crc32(content)

@@ -1,5 +1,7 @@
 """Hugging Face safetensors: one file, or numbered files and an index. Weights only.
 
+Also read: a folder that torch's `HuggingFaceStorageWriter` wrote with `save_distributed`, a file a rank.
+
 The format: 8 bytes with the header's length, a JSON header of dtypes, shapes and byte ranges, the data
 (github.com/huggingface/safetensors).
 """
@@ -11,7 +13,7 @@ import struct
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dynadapt.adapters.checkpoints._format import Format
 from dynadapt.adapters.checkpoints._hf_index import broken_promises, weight_map
@@ -37,6 +39,8 @@ SINGLE = "model.safetensors"
 MAX_HEADER = 100 << 20
 BUFFERS = "dynadapt_buffers"
 """In the header's metadata: a JSON list of the names that are buffers, which the format does not say."""
+SHARDED = "DCP_SHARDING_INFO"
+"""The same: where in its tensor each entry begins, as torch's HuggingFaceStorageWriter puts it there."""
 SHARD = 5 << 30
 """Bytes of a file, unless the user says otherwise, as transformers writes them."""
 
@@ -81,33 +85,41 @@ class SafetensorsDir(Format):
         """See `Format.describe`."""
         root = path.parent if path.is_file() else path
         names = [path.name] if path.is_file() else _files(path)
-        specs: list[KeySpec] = []
+        specs: dict[str, KeySpec] = {}
         buffers: dict[str, FileBuffer] = {}
         files: dict[int, tuple[Row, ...]] = {}
         findings: list[Finding] = []
         every: list[tuple[str, str]] = []
         for name in names:
             try:
-                entries, held = read_header(str(root / name))
+                header = read_header(str(root / name))
             except Refused as error:
                 findings += error.findings
                 continue
             rows = []
-            for tensor, (dtype, shape, at) in entries.items():
+            for tensor, (dtype, shape, at) in header.entries.items():
                 every.append((tensor, name))
-                spec = tensor_spec(tensor, shape, dtype, 0, buffers=held)
-                specs.append(spec)
+                low = header.offsets.get(tensor, (0,) * len(shape))
+                box = Box(low, tuple(map(sum, zip(low, shape, strict=True))))
+                spec = tensor_spec(tensor, box.hi, dtype, 0, buffers=header.buffers)
+                if (known := specs.get(tensor)) is not None:
+                    if (known.dtype, len(known.shape)) != (dtype, len(shape)):
+                        cause = f"{tensor} is {dtype} here, and {known.dtype} in another file"
+                        findings.append(Finding("bad-file", str(root / name), cause))
+                        continue
+                    spec = replace(spec, shape=tuple(map(max, known.shape, box.hi)))
+                specs[tensor] = spec
                 buffer = f"{name}#{tensor}"
                 buffers[buffer] = FileBuffer(str(root / name), dtype, at, prod(shape))
-                rows.append(_row(spec, buffer))
+                rows.append(Row(spec.key, box, buffer, 0, row_major_strides(shape)))
             files[file_endpoint(name)] = tuple(rows)
         order = {tensor: i for i, tensor in enumerate(sorted({e[0] for e in every}, key=natural))}
-        specs = [replace(spec, order=order[spec.key.name]) for spec in specs]
+        placed = [replace(spec, order=order[name]) for name, spec in specs.items()]
         findings += _missing(root, names, {e[0]: e[1] for e in every})
         if findings:
             raise Refused(findings)
         return Described(
-            tuple(specs), (), buffers, files=files, written="safetensors", ordered=False
+            tuple(placed), (), buffers, files=files, written="safetensors", ordered=False
         )
 
     def prepare(self, x: FileTarget, keys: tuple[KeySpec, ...]) -> Described:
@@ -175,8 +187,19 @@ def _missing(root: Path, names: Sequence[str], found: Mapping[str, str]) -> list
 Entries = dict[str, tuple[str, tuple[int, ...], int]]
 
 
-def read_header(path: str) -> tuple[Entries, frozenset[str] | None]:
-    """Tensor -> (dtype, shape, byte offset in the file), and the names of buffers, if it says them.
+class Header(NamedTuple):
+    """Tensor -> (dtype, shape, byte offset in the file); the names of buffers, if it says them.
+
+    `offsets` say where what a file has of a tensor begins in it, if it does not have all.
+    """
+
+    entries: Entries
+    buffers: frozenset[str] | None
+    offsets: dict[str, tuple[int, ...]]
+
+
+def read_header(path: str) -> Header:
+    """What the header of a file says.
 
     Raises `Refused` (`bad-file`).
     """
@@ -188,7 +211,9 @@ def read_header(path: str) -> tuple[Entries, frozenset[str] | None]:
         header = json.loads(bytes(data[8 : 8 + length]))
         if not isinstance(header, dict):
             raise TypeError("the header is no object")
-        told = (header.pop("__metadata__", None) or {}).get(BUFFERS)
+        metadata = header.pop("__metadata__", None) or {}
+        told, cut = metadata.get(BUFFERS), json.loads(metadata.get(SHARDED, "{}"))
+        offsets = {str(name): tuple(at["saved_offsets"]) for name, at in cut.items()}
         buffers = None if told is None else frozenset(map(str, json.loads(told)))
         found: Entries = {}
         for name, entry in header.items():
@@ -198,6 +223,9 @@ def read_header(path: str) -> tuple[Entries, frozenset[str] | None]:
                 raise ValueError(f"{name} has a bad shape or place")
             if end - begin != prod(shape) * itemsize(dtype) or 8 + length + end > len(data):
                 raise ValueError(f"{name} does not fit its place, or the file is cut short")
+            own = offsets.get(name, (0,) * len(shape))
+            if len(own) != len(shape) or any(type(n) is not int or n < 0 for n in own):
+                raise ValueError(f"{name} has a bad place in its tensor")
             found[name] = (dtype, shape, 8 + length + begin)
     except (
         *(ValueError, KeyError, TypeError, AttributeError),
@@ -205,7 +233,7 @@ def read_header(path: str) -> tuple[Entries, frozenset[str] | None]:
     ) as error:
         cause = f"is no whole safetensors file: {error!r}"[:300]
         raise Refused([Finding("bad-file", path, cause, "copy it again")]) from error
-    return found, buffers
+    return Header(found, buffers, offsets)
 
 
 def _row(spec: KeySpec, buffer: str) -> Row:
