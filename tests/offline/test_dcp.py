@@ -133,7 +133,9 @@ def test_the_job_goes_on_as_if_it_had_not_stopped(
     live = _ranks.pool(ranks).run(_dcp.save, kind, recipe, "app", str(old), 2, timeout=200)[0]
     report = convert(open_checkpoint(old), target_of(new, spec))
     assert report.fingerprint == live == open_checkpoint(new).fingerprint()
-    assert open_checkpoint(new).own.written == ("dcp" if "ddp" in spec else spec.replace("p1", "p2"))
+    assert open_checkpoint(new).own.written == (
+        "dcp" if "ddp" in spec else spec.replace("p1", "p2")
+    )
     assert open_checkpoint(new).aux["user/loader"].value == {"at": [1, 2]}
     pool = _ranks.pool(to_ranks)
     answers = pool.run(_dcp.load, to, recipe, "model", str(new), 2, timeout=200)

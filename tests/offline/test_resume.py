@@ -93,6 +93,7 @@ def _points(every: int) -> Iterator[int]:
     [
         ("safetensors", 2),
         ("universal", 11),
+        ("dcp/fsdp2:dp=3", 11),
         pytest.param("universal", 1, marks=pytest.mark.nightly),
     ],
 )
