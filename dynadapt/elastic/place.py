@@ -138,6 +138,16 @@ class Place:
                 self.old.rename(self.path)
         self._drop()
 
+    def sweep(self) -> None:
+        """Remove what another process has left that is gone; one that lives has the lock."""
+        if not self.aside.exists():
+            return
+        try:
+            self._take()
+        except (OSError, Refused):
+            return
+        self._drop()
+
     def leave(self) -> None:
         """Keep what there is of it, for `begin(resume=True)`."""
         if self._lock >= 0:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dynadapt.elastic.conversion import grouped
+from dynadapt.elastic.arrangement import arranged
 from dynadapt.elastic.place import Place, write_manifest
 from dynadapt.errors import Finding, Refused
 from dynadapt.files import FileBuffer
@@ -44,7 +43,6 @@ class SharedFiles:
         self._first = control.seat == control.seats[0]
         self._place = Place(Path(x.path), force)
         self._work: FileTarget | None = None
-        self._aside: Path | None = None
         self._made: Described | None = None
         self._sealed = False
 
@@ -56,7 +54,8 @@ class SharedFiles:
         """Nothing before it is made; once it is sealed, what anybody would read."""
         if not self._sealed:
             return Described((), (), {})
-        return adapter_for(str(self._aside)).describe(str(self._aside))
+        folder = str(self._place.data)
+        return adapter_for(folder).describe(folder)
 
     def prepare(self, x: FileTarget, keys: tuple[KeySpec, ...]) -> Described:
         """The first seat makes the files in full size and tells the others.
@@ -65,21 +64,21 @@ class SharedFiles:
         """
         told: dict[str, Any] = {"to": [x.format, str(x.layout or ""), self._place.path.name]}
         if self._first:
-            folder = self._place.begin()
-            self._work = replace(x, path=str(folder), crcs={}, made=None)
-            grouped(self._work, self.aux)
             kept = tuple(spec for spec in keys if not spec.local)
-            self._made = self.format.prepare(self._work, kept)
-            told |= _lower(self._made, folder)
+            own = Described(kept, (), {}, aux=tuple(self.aux.values()))
+            own, target = arranged(own, x, "the job")
+            self.aux = {item.path: item for item in own.aux}
+            self._work = replace(target, path=str(self._place.begin()), crcs={}, made=None)
+            self._made = self.format.prepare(self._work, own.specs)
+            told |= _lower(self._made, self._place.data)
         every = self._control.gather_values("made", told)
         first = every[self._control.seats[0]]
         other = [seat for seat, report in every.items() if report["to"] != first["to"]]
         if other:
             cause = f"seat {other[0]} writes {every[other[0]]['to']}, and others {first['to']}"
             raise Refused([Finding("ranks-disagree", str(x.path), cause, "pass equal arguments")])
-        self._aside = self._place.path.with_name(first["aside"])
         if self._made is None:
-            self._made = _raised(first, self._aside)
+            self._made = _raised(first, self._place.data)
         return self._made
 
     def finish(
@@ -99,7 +98,7 @@ class SharedFiles:
         if self._work is not None:
             for own in every.values():
                 self._work.crcs.update(own)
-            outcomes = self.format.finish(self._work, keys, scalars, aux)
+            outcomes = self.format.finish(self._work, keys, scalars, self.aux)
             sealed = [[o.path, o.kind, o.note] for o in outcomes]
         told = self._control.gather_values("sealed", sealed)
         self._sealed = True
@@ -128,8 +127,8 @@ class SharedFiles:
         """Leave nothing behind. Any seat can: the first may be gone."""
         if self._first:
             self._place.undo()
-        elif self._aside is not None:
-            shutil.rmtree(self._aside, ignore_errors=True)
+        else:
+            self._place.sweep()
 
 
 def _lower(own: Described, folder: Path) -> dict[str, Any]:
@@ -140,7 +139,6 @@ def _lower(own: Described, folder: Path) -> dict[str, Any]:
         for name, each in files.items()
     }
     return {
-        "aside": folder.name,
         "specs": wire.encode_specs(own.specs),
         "files": {endpoint: wire.encode_rows(rows) for endpoint, rows in own.files.items()},
         "buffers": buffers,
