@@ -186,7 +186,7 @@ def aux_items(common: Mapping[str, Any]) -> list[AuxItem]:
         *("shared_params", "frozen_param_fragments", "lr_scheduler", "ds_config", "ds_version"),
         *counters,
         *("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "data_sampler"),
-        *("random_ltd", "sparse_tensor_module_names"),
+        *("random_ltd", "sparse_tensor_module_names", "universal_checkpoint_info"),
     }
     items += [
         AuxItem(f"user/{name}", value)

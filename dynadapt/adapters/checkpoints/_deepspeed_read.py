@@ -24,6 +24,7 @@ from dynadapt.adapters.checkpoints._deepspeed_files import (
     scaler_item,
     ties_of,
 )
+from dynadapt.adapters.checkpoints._optimizer_kinds import family_of_slots
 from dynadapt.adapters.checkpoints._pickle import StoredTensor
 from dynadapt.adapters.checkpoints._rows import Files
 from dynadapt.errors import Finding, Refused
@@ -112,12 +113,7 @@ class Reading(ABC):
         """The hyperparameters by name; and every spec gets its group."""
         for key, spec in self.specs.items():
             self.specs[key] = replace(spec, group=number_of.get(key.name, 0))
-        slots = {key.slot for key in self.specs} - {"param", "compute", "buffer"}
-        family = {
-            frozenset({"exp_avg", "exp_avg_sq"}): "Adam",
-            frozenset({"momentum_buffer"}): "SGD",
-            frozenset({"exp_avg"}): "Lion",
-        }.get(frozenset(slots))
+        family = family_of_slots({key.slot for key in self.specs})
         items = [hyper_item(groups, param_groups)] if param_groups else []
         return [*items, *([AuxItem("optimizer", family)] if family else [])]
 

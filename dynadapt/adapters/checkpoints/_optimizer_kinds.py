@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
-__all__ = ["FACTORED", "SCALARS", "family_of", "slots_of"]
+__all__ = ["FACTORED", "SCALARS", "family_of", "family_of_slots", "slots_of"]
 
 #: Entries of a state that are a number to their optimizer, whatever the parameter's shape.
 SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
@@ -42,6 +42,20 @@ def family_of(group: Mapping[str, Any]) -> str | None:
     if "eps" not in group:
         return "Lion"
     return "RAdam" if "decoupled_weight_decay" in group else "Adamax"
+
+
+def family_of_slots(slots: Iterable[str]) -> str | None:
+    """The update rule that keeps these states, where a framework's own optimizers leave no other.
+
+    >>> family_of_slots({"param", "exp_avg", "exp_avg_sq"}), family_of_slots({"param"})
+    ('Adam', None)
+    """
+    states = frozenset(slots) - {"param", "compute", "buffer"}
+    return {
+        frozenset({"exp_avg", "exp_avg_sq"}): "Adam",
+        frozenset({"momentum_buffer"}): "SGD",
+        frozenset({"exp_avg"}): "Lion",
+    }.get(states)
 
 
 def slots_of(group: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:

@@ -28,12 +28,13 @@ from dynadapt.adapters.checkpoints._deepspeed_files import (
 from dynadapt.adapters.checkpoints._deepspeed_write import TAG
 from dynadapt.adapters.checkpoints._format import Format, named_folder
 from dynadapt.adapters.checkpoints._making import Making
+from dynadapt.adapters.checkpoints._optimizer_kinds import family_of_slots
 from dynadapt.adapters.checkpoints._pickle import StoredTensor
 from dynadapt.adapters.checkpoints._repickle import tensor
 from dynadapt.adapters.checkpoints._rows import Files, Laid
 from dynadapt.adapters.checkpoints._torch_file import read_torch
 from dynadapt.errors import Finding, Refused
-from dynadapt.protocols import Described, FileTarget, Outcome, alone
+from dynadapt.protocols import AuxItem, Described, FileTarget, Outcome, alone
 from dynadapt.vps.box import row_major_strides
 from dynadapt.vps.keys import Key, KeySpec
 from dynadapt.vps.layout import file_endpoint
@@ -41,7 +42,7 @@ from dynadapt.vps.layout import file_endpoint
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from dynadapt.protocols import Agree, AuxItem
+    from dynadapt.protocols import Agree
 
 __all__ = ["UniversalDir"]
 
@@ -246,7 +247,9 @@ def _read(root: Path) -> Described:
     ]
     if files.findings:
         raise Refused(files.findings)
-    aux = [*_optimizer(root, groups), *aux_items(common)]
+    family = family_of_slots(key.slot for key in specs)
+    named = [AuxItem("optimizer", family)] if family else []
+    aux = [*_optimizer(root, groups), *named, *aux_items(common)]
     rows = {file_endpoint(path): tuple(own) for path, own in files.rows.items()}
     told = tuple(specs.values())
     return Described(told, (), files.buffers, scalars, tuple(aux), files=rows, written="universal")
