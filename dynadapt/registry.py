@@ -109,6 +109,7 @@ _BUILT_IN = (
 
 
 _FORMATS = (
+    Entry("accelerate", "dynadapt.adapters.checkpoints.accelerate_dir:AccelerateDir", ()),
     Entry("universal", "dynadapt.adapters.checkpoints.universal_dir:UniversalDir", ()),
     Entry("deepspeed", "dynadapt.adapters.checkpoints.deepspeed_dir:DeepSpeedDir", ()),
     Entry("dcp", "dynadapt.adapters.checkpoints.dcp_dir:DcpDir", ()),

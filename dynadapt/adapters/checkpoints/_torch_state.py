@@ -11,6 +11,8 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from dynadapt.adapters._hyper import NOT_HYPER
 from dynadapt.adapters.checkpoints._deepspeed_files import number
 from dynadapt.adapters.checkpoints._names import tensor_spec
@@ -19,7 +21,9 @@ from dynadapt.adapters.checkpoints._optimizer_names import dealt
 from dynadapt.adapters.checkpoints._pickle import Ordered, StoredTensor
 from dynadapt.adapters.checkpoints._plain import lowered
 from dynadapt.adapters.checkpoints._rows import Files
+from dynadapt.adapters.checkpoints._safetensors import read_header, whole_row
 from dynadapt.errors import Finding, Refused
+from dynadapt.files import FileBuffer
 from dynadapt.protocols import AuxItem, Described
 from dynadapt.vps.keys import Key, KeySpec, canonical_name
 from dynadapt.vps.layout import file_endpoint
@@ -28,8 +32,11 @@ from dynadapt.vps.wire import encodable
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from numpy.typing import NDArray
+
     from dynadapt.adapters.checkpoints._optimizer_names import Shape
     from dynadapt.adapters.checkpoints._torch_file import TorchFile
+    from dynadapt.vps.layout import Row
 
 __all__ = ["BUFFERS", "EXTRA_STATE", "NAMES", "PLAIN", "StateDicts"]
 
@@ -55,18 +62,18 @@ class StateDicts:
         self.specs: dict[Key, KeySpec] = {}
         self.scalars: dict[str, dict[str, int | float]] = {}
         self.aux: list[AuxItem] = []
+        self.ordered = True
         self._canonical: dict[str, str] = {}
         self._slots: dict[str, set[str]] = {}
 
-    def described(self) -> Described:
-        """All of it; raises `Refused` with every finding."""
+    def described(self, written: str) -> Described:
+        """All of it; `written` asks for the same form. Raises `Refused` with every finding."""
         if self.files.findings:
             raise Refused(self.files.findings)
         rows = {file_endpoint(name): tuple(own) for name, own in self.files.rows.items()}
         specs, aux = tuple(self.specs.values()), tuple(self.aux)
-        return Described(
-            specs, (), self.files.buffers, self.scalars, aux, files=rows, written="torch"
-        )
+        own = Described(specs, (), self.files.buffers, self.scalars, aux, files=rows)
+        return replace(own, written=written, ordered=self.ordered)
 
     def put(self, spec: KeySpec, file: TorchFile, tensor: StoredTensor) -> None:
         """A key whose whole tensor lies in a file."""
@@ -103,6 +110,30 @@ class StateDicts:
             self.put(spec, file, value)
         for file, tree in parts:
             self._module_extras(file, tree)
+
+    def safetensors(self, name: str) -> None:
+        """A module's tensors in a safetensors file.
+
+        What others write is not in the model's order, and has but one of a tensor's names.
+        """
+        path = f"{self.files.root}/{name}"
+        header = read_header(path)
+        names = canonical_names(list(header.entries))
+        rows = self.files.rows.setdefault(name, [])
+        for raw, (dtype, shape, at) in header.entries.items():
+            tied = map(canonical_name, header.aliases.get(raw, ()))
+            first, *others = sorted({names[raw], *tied})
+            held = None
+            if header.buffers is not None:
+                held = {first} if raw in header.buffers else ()
+            order = len(self.specs)
+            spec = tensor_spec(first, shape, dtype, order, buffers=held, aliases=others)
+            self.specs[spec.key] = spec
+            self._canonical |= dict.fromkeys((first, *others), first)
+            buffer = f"{name}#{raw}"
+            self.files.buffers[buffer] = FileBuffer(path, dtype, at, prod(shape))
+            rows.append(whole_row(spec, buffer))
+        self.ordered = self.ordered and header.buffers is not None
 
     def _module_extras(self, file: TorchFile, tree: Mapping[str, Any]) -> None:
         """What modules return from `get_extra_state`, as the live adapters carry it."""
@@ -161,16 +192,15 @@ class StateDicts:
         tree: Mapping[str, Any],
         *,
         order: Sequence[str] = (),
-        ordered: bool = True,
     ) -> None:
-        """An optimizer's state dict. `order` are the model's names, if its state dict is not `ordered`."""
+        """An optimizer's state dict. `order` are the model's names, where the user says them."""
         groups, state = tree.get("param_groups"), tree.get("state")
         if not isinstance(state, dict) or not _are_groups(groups):
             cause = "holds no optimizer's state dict, with 'state' and 'param_groups'"
             raise Refused([Finding("bad-file", file.path, cause)])
         assert isinstance(groups, list)
         numbers = [list(group["params"]) for group in groups]
-        names = self._names(file, tree, numbers, order, ordered)
+        names = self._names(file, tree, numbers, order)
         known = {
             n: name
             for ids, own in zip(numbers, names, strict=True)
@@ -209,13 +239,14 @@ class StateDicts:
         tree: Mapping[str, Any],
         numbers: Sequence[Sequence[Any]],
         order: Sequence[str],
-        ordered: bool,
     ) -> list[list[str]]:
         """The canonical names of each group's members."""
         told: Any = tree.get(NAMES) or [group.get(NAMES) for group in tree["param_groups"]]
         if all(isinstance(id_, str) for own in numbers for id_ in own):
             told = numbers
         if _are_names(told, numbers):
+            if told is numbers:
+                self._tie({self.name(name) for own in told for name in own})
             names = [[self.name(name) for name in own] for own in told]
             lost = [name for own in names for name in own if self._find(name) is None]
             if lost:
@@ -230,7 +261,7 @@ class StateDicts:
             params = sorted(
                 (s for s in params if s.key.name in place), key=lambda s: place[s.key.name]
             )
-            ordered = True
+        ordered = self.ordered or bool(order)
         state = tree["state"]
         shapes = [[_shape_of(state.get(id_)) for id_ in own] for own in numbers]
         named = [(spec.key.name, spec.shape) for spec in params]
@@ -243,6 +274,53 @@ class StateDicts:
         # What was taken for a buffer by its name may be a parameter.
         named = [(spec.key.name, spec.shape) for spec in every]
         return dealt(shapes, named, file.path, ordered=ordered)
+
+    def _tie(self, members: set[str]) -> None:
+        """Gathers give every name of a tied tensor a copy: one that is not trained, and has the bits of
+        one that is, is another name of it.
+        """
+        trained: dict[tuple[Any, ...], list[KeySpec]] = {}
+        for spec in self.specs.values():
+            if spec.key.name in members:
+                trained.setdefault((spec.shape, spec.dtype), []).append(spec)
+        rows = {row.key: row for own in self.files.rows.values() for row in own}
+        for spec in list(self.specs.values()):
+            if spec.key.name in members or not spec.numel or spec.aliases:
+                continue
+            for other in trained.get((spec.shape, spec.dtype), ()):
+                if self._equal(rows[spec.key], rows[other.key]):
+                    self._unite(spec, self._of(self.name(other.key.name)))
+                    break
+
+    def _unite(self, copy: KeySpec, spec: KeySpec) -> None:
+        """Drop a copy, and give the tensor the smallest of its names."""
+        del self.specs[copy.key]
+        for own in self.files.rows.values():
+            own[:] = [row for row in own if row.key != copy.key]
+        first, *others = sorted({copy.key.name, spec.key.name, *spec.aliases})
+        key = Key(first, spec.key.slot)
+        # In its place: the order of the specs is that of the model.
+        changed = replace(spec, key=key, aliases=tuple(others))
+        self.specs = {
+            (key if k == spec.key else k): changed if k == spec.key else v
+            for k, v in self.specs.items()
+        }
+        self._rename(spec.key, key)
+        self._canonical |= dict.fromkeys((first, *others), first)
+
+    def _equal(self, a: Row, b: Row) -> bool:
+        """Whether two whole tensors have the same bits: first a few of them, then all.
+
+        Bits that are all the same, as zeros are, say nothing.
+        """
+        one, two = (
+            _view(self.files.buffers[row.buffer].array(), row.offset, row.box.shape, row.strides)
+            for row in (a, b)
+        )
+        few = tuple(slice(0, 4) for _ in one.shape)
+        if not np.array_equal(one[few], two[few]) or not np.array_equal(one, two):
+            return False
+        return not bool((one == one[(0,) * (one.ndim - 1)]).all())
 
     def _enrol(self, group_of: Mapping[str, int]) -> None:
         """What is in the optimizer is a parameter; what is not is not trained."""
@@ -327,6 +405,15 @@ def _place(raw: str, file: TorchFile, value: StoredTensor) -> tuple[Any, ...]:
     if not all(value.shape):
         return (raw,)
     return (file.path, value.storage.name, value.offset, value.dtype, value.shape, value.strides)
+
+
+def _view(flat: NDArray[Any], offset: int, shape: Shape, strides: Sequence[int]) -> NDArray[Any]:
+    """A tensor's bits in its storage, as integers."""
+    bits = flat.view(f"u{min(flat.itemsize, 8)}").reshape(flat.size, -1)
+    steps = [n * flat.itemsize for n in strides]
+    return np.lib.stride_tricks.as_strided(
+        bits[offset:], (*shape, bits.shape[1]), (*steps, bits.itemsize), writeable=False
+    )
 
 
 def _are_groups(groups: Any) -> bool:

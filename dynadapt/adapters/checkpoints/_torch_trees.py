@@ -30,21 +30,25 @@ EXTRA_PATH = "user/extra state of "
 class StateTrees(Parts):
     """What files will hold as state dicts: the model's in `model`, the optimizer's in `optimizer`.
 
-    `optimizer` is None where only weights are wanted; both may be one file.
+    Both may be one file. `optimizer` is None where only weights are wanted, `model` where others lay
+    them out.
     """
 
     def __init__(
-        self, x: FileTarget, keys: Sequence[KeySpec], model: str, optimizer: str | None
+        self, x: FileTarget, keys: Sequence[KeySpec], model: str | None, optimizer: str | None
     ) -> None:
         self.laid = Laid()
-        self.laid.rows.setdefault(model, [])
-        self.laid.storages.setdefault(model, {})
+        for path in filter(None, (model, optimizer)):
+            self.laid.rows.setdefault(path, [])
+            self.laid.storages.setdefault(path, {})
         self._tensors: dict[Key, StoredTensor] = {}
         super().__init__(x, keys, optimizer=optimizer is not None)
-        for spec in (*self.weights, *self.buffers, *self.extras):
-            self._lay(model, spec)
-        for spec in self.states if optimizer is not None else ():
-            self._lay(optimizer or "", spec)
+        if model is not None:
+            for spec in (*self.weights, *self.buffers, *self.extras):
+                self._lay(model, spec)
+        if optimizer is not None:
+            for spec in self.states:
+                self._lay(optimizer, spec)
 
     def _lay(self, path: str, spec: KeySpec) -> None:
         if spec.presence == "none":
@@ -83,16 +87,22 @@ class StateTrees(Parts):
         scalars: Mapping[str, Mapping[str, int | float]],
         aux: Mapping[str, AuxItem],
         lifting: Lifting,
+        *,
+        by_name: bool = False,
     ) -> dict[str, Any]:
-        """The optimizer's state dict, and beside it the names that its numbers stand for."""
+        """The optimizer's state dict, and beside it the names that its numbers stand for.
+
+        With names in place of the numbers if `by_name`, as FSDP gathers it.
+        """
         names = [name for own in self.groups for name in own]
         plain = set(aux[PLAIN].value) if PLAIN in aux else set()
         slots: dict[str, dict[str, StoredTensor]] = {}
         for spec in self.states:
             if spec.key in self._tensors:
                 slots.setdefault(spec.key.name, {})[spec.key.slot] = self._tensors[spec.key]
-        state: dict[int, dict[str, Any]] = {}
-        for id_, name in enumerate(names):
+        state: dict[int | str, dict[str, Any]] = {}
+        for number, name in enumerate(names):
+            id_ = name if by_name else number
             entry: dict[str, Any] = {
                 label: value if label in plain else lifting.number(value)
                 for label, value in sorted(scalars.get(name, {}).items(), reverse=True)
@@ -101,9 +111,11 @@ class StateTrees(Parts):
                 state[id_] = entry | slots.get(name, {})
         groups, at = [], 0
         for own, hyper in zip(self.groups, self.hypers(aux), strict=True):
-            groups.append({**hyper, "params": list(range(at, at + len(own)))})
+            members = own if by_name else list(range(at, at + len(own)))
+            groups.append({**hyper, "params": members})
             at += len(own)
-        return {"state": state, "param_groups": groups, NAMES: self.groups}
+        tree = {"state": state, "param_groups": groups}
+        return tree if by_name else {**tree, NAMES: self.groups}
 
 
 def scaler_state(item: AuxItem) -> tuple[dict[str, Any], bool]:

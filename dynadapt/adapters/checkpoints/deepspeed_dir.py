@@ -9,11 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dynadapt.adapters.checkpoints._deepspeed_files import Folder, outcomes_of, tag_folder
-from dynadapt.adapters.checkpoints._deepspeed_read import Flats
-from dynadapt.adapters.checkpoints._deepspeed_read0 import Whole
-from dynadapt.adapters.checkpoints._deepspeed_write import Writing
-from dynadapt.adapters.checkpoints._deepspeed_write0 import Writing0
+from dynadapt.adapters.checkpoints._deepspeed_files import outcomes_of, tag_folder
+from dynadapt.adapters.checkpoints._deepspeed_open import described, writing_of
 from dynadapt.adapters.checkpoints._format import Format
 from dynadapt.adapters.checkpoints._making import Making
 from dynadapt.errors import Finding, Refused
@@ -45,19 +42,11 @@ class DeepSpeedDir(Format):
         root = tag_folder(path)
         if root is None:
             raise Refused([Finding("bad-file", str(path), "is no DeepSpeed checkpoint")])
-        folder = Folder.of(root)
-        if folder.optim_names:
-            return Flats(folder).described()
-        if isinstance(folder.common.get("optimizer"), dict):
-            return Whole(folder).described()
-        cause = "has no optimizer states, neither in files of their own nor in the model states"
-        fix = "copy the whole checkpoint; of weights alone, read the model states as a torch file"
-        raise Refused([Finding("missing-file", str(root), cause, fix)])
+        return described(root)
 
     def prepare(self, x: FileTarget, keys: tuple[KeySpec, ...]) -> Described:
         """Lay out the files of all ranks; raises `Refused` with everything that cannot be so written."""
-        kind = x.layout.kind if x.layout is not None else ""
-        writing = Writing0(x, keys) if kind == "zero0" else Writing(x, keys)
+        writing = writing_of(x, keys)
         made = Making(Path(x.path), x.dry)
         rows = writing.laid.into(made)
         x.made = (writing, made)

@@ -9,21 +9,20 @@ The format: 8 bytes with the header's length, a JSON header of dtypes, shapes an
 from __future__ import annotations
 
 import json
-import struct
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from dynadapt.adapters.checkpoints._format import Format
 from dynadapt.adapters.checkpoints._hf_index import broken_promises, weight_map
 from dynadapt.adapters.checkpoints._making import Making
 from dynadapt.adapters.checkpoints._names import as_asked, natural, tensor_spec
+from dynadapt.adapters.checkpoints._safetensors import NAMES, header_of, read_header, whole_row
 from dynadapt.errors import Finding, Refused
-from dynadapt.files import FileBuffer, mapped
+from dynadapt.files import FileBuffer
 from dynadapt.protocols import Described, FileTarget, Outcome, alone
 from dynadapt.vps.box import Box, row_major_strides
-from dynadapt.vps.keys import itemsize
 from dynadapt.vps.layout import Row, file_endpoint
 
 if TYPE_CHECKING:
@@ -36,34 +35,8 @@ __all__ = ["SafetensorsDir"]
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-MAX_HEADER = 100 << 20
-BUFFERS = "dynadapt_buffers"
-"""In the header's metadata: a JSON list of the names that are buffers, which the format does not say."""
-SHARDED = "DCP_SHARDING_INFO"
-"""The same: where in its tensor each entry begins, as torch's HuggingFaceStorageWriter puts it there."""
 SHARD = 5 << 30
 """Bytes of a file, unless the user says otherwise, as transformers writes them."""
-
-_DTYPES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-    "I16": "int16",
-    "U16": "uint16",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I32": "int32",
-    "U32": "uint32",
-    "F32": "float32",
-    "I64": "int64",
-    "U64": "uint64",
-    "F64": "float64",
-    "C64": "complex64",
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class SafetensorsDir(Format):
@@ -101,7 +74,9 @@ class SafetensorsDir(Format):
                 every.append((tensor, name))
                 low = header.offsets.get(tensor, (0,) * len(shape))
                 box = Box(low, tuple(map(sum, zip(low, shape, strict=True))))
-                spec = tensor_spec(tensor, box.hi, dtype, 0, buffers=header.buffers)
+                aliases = header.aliases.get(tensor, ())
+                told = header.buffers
+                spec = tensor_spec(tensor, box.hi, dtype, 0, buffers=told, aliases=aliases)
                 if (known := specs.get(tensor)) is not None:
                     if (known.dtype, len(known.shape)) != (dtype, len(shape)):
                         cause = f"{tensor} is {dtype} here, and {known.dtype} in another file"
@@ -130,7 +105,7 @@ class SafetensorsDir(Format):
         findings = [
             Finding("dtype", str(k.key), f"safetensors has no {k.dtype}")
             for k in kept
-            if k.dtype not in _NAMES
+            if k.dtype not in NAMES
         ]
         if findings:
             raise Refused(findings)
@@ -141,11 +116,11 @@ class SafetensorsDir(Format):
         for number, shard in enumerate(shards, 1):
             one = len(shards) == 1
             name = SINGLE if one else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            header, start, places = _header(shard)
+            header, start, places = header_of(shard)
             size = start + sum(k.nbytes for k in shard)
             parts = {k.key.name: (k.dtype, places[k.key.name], k.numel) for k in shard}
             made.raw_file(name, size, parts)
-            files[file_endpoint(name)] = tuple(_row(k, f"{name}#{k.key.name}") for k in shard)
+            files[file_endpoint(name)] = tuple(whole_row(k, f"{name}#{k.key.name}") for k in shard)
             placed[name] = (header, [k.key.name for k in shard])
         made.allocate()
         for name, (header, _) in placed.items():
@@ -184,62 +159,6 @@ def _missing(root: Path, names: Sequence[str], found: Mapping[str, str]) -> list
     return broken_promises(weight_map(root / INDEX), found)
 
 
-Entries = dict[str, tuple[str, tuple[int, ...], int]]
-
-
-class Header(NamedTuple):
-    """Tensor -> (dtype, shape, byte offset in the file); the names of buffers, if it says them.
-
-    `offsets` say where what a file has of a tensor begins in it, if it does not have all.
-    """
-
-    entries: Entries
-    buffers: frozenset[str] | None
-    offsets: dict[str, tuple[int, ...]]
-
-
-def read_header(path: str) -> Header:
-    """What the header of a file says.
-
-    Raises `Refused` (`bad-file`).
-    """
-    data = mapped(path)
-    try:
-        (length,) = struct.unpack_from("<Q", data)
-        if length > min(len(data) - 8, MAX_HEADER):
-            raise ValueError(f"a header of {length:,} bytes in a file of {len(data):,}")
-        header = json.loads(bytes(data[8 : 8 + length]))
-        if not isinstance(header, dict):
-            raise TypeError("the header is no object")
-        metadata = header.pop("__metadata__", None) or {}
-        told, cut = metadata.get(BUFFERS), json.loads(metadata.get(SHARDED, "{}"))
-        offsets = {str(name): tuple(at["saved_offsets"]) for name, at in cut.items()}
-        buffers = None if told is None else frozenset(map(str, json.loads(told)))
-        found: Entries = {}
-        for name, entry in header.items():
-            dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
-            begin, end = entry["data_offsets"]
-            if any(type(n) is not int or n < 0 for n in (*shape, begin, end)):
-                raise ValueError(f"{name} has a bad shape or place")
-            if end - begin != prod(shape) * itemsize(dtype) or 8 + length + end > len(data):
-                raise ValueError(f"{name} does not fit its place, or the file is cut short")
-            own = offsets.get(name, (0,) * len(shape))
-            if len(own) != len(shape) or any(type(n) is not int or n < 0 for n in own):
-                raise ValueError(f"{name} has a bad place in its tensor")
-            found[name] = (dtype, shape, 8 + length + begin)
-    except (
-        *(ValueError, KeyError, TypeError, AttributeError),
-        *(struct.error, RecursionError),
-    ) as error:
-        cause = f"is no whole safetensors file: {error!r}"[:300]
-        raise Refused([Finding("bad-file", path, cause, "copy it again")]) from error
-    return Header(found, buffers, offsets)
-
-
-def _row(spec: KeySpec, buffer: str) -> Row:
-    return Row(spec.key, Box.whole(spec.shape), buffer, 0, row_major_strides(spec.shape))
-
-
 def _shards(specs: Sequence[KeySpec], most: int) -> list[list[KeySpec]]:
     shards: list[list[KeySpec]] = [[]]
     size = 0
@@ -250,26 +169,3 @@ def _shards(specs: Sequence[KeySpec], most: int) -> list[list[KeySpec]]:
         shards[-1].append(spec)
         size += spec.nbytes
     return shards
-
-
-def _header(specs: Sequence[KeySpec]) -> tuple[bytes, int, dict[str, int]]:
-    """The bytes before the data, their number, and where each tensor starts in the file."""
-    buffers = json.dumps([spec.key.name for spec in specs if spec.kind == "buffer"])
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", BUFFERS: buffers}}
-    at, places = 0, {}
-    for spec in specs:
-        places[spec.key.name] = at
-        entries[spec.key.name] = {
-            "dtype": _NAMES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [at, at + spec.nbytes],
-        }
-        at += spec.nbytes
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % 64)
-    start = 8 + len(text)
-    return (
-        struct.pack("<Q", len(text)) + text,
-        start,
-        {name: start + n for name, n in places.items()},
-    )

@@ -166,7 +166,7 @@ def _read_shards(root: Path, names: list[str]) -> Described:
     if not found.files.findings:
         found.files.findings += broken_promises(weight_map(root / INDEX), every)
     found.model(parts)
-    return found.described()
+    return found.described("torch")
 
 
 def _read_one(root: str, name: str) -> Described:
@@ -175,18 +175,18 @@ def _read_one(root: str, name: str) -> Described:
     model = _model_of(tree, file.path)
     found.model([(file, model)])
     if model is tree:
-        return found.described()
+        return found.described("torch")
     parts = {key: value for key, value in tree.items() if value is not model}
     optimizer = _first(parts, OPTIMIZER)
     if isinstance(optimizer, list) and len(optimizer) == 1:
         optimizer = optimizer[0]
     if isinstance(optimizer, dict) and optimizer:
-        found.optimizer(file, optimizer, order=(), ordered=True)
+        found.optimizer(file, optimizer)
     elif optimizer:
         cause = f"has its optimizer as a {type(optimizer).__name__}: one state dict is read"
         found.files.findings.append(Finding("unsupported-state", file.path, cause))
     _read_rest(found, file, parts)
-    return found.described()
+    return found.described("torch")
 
 
 def _read_rest(found: StateDicts, file: TorchFile, parts: dict[str, Any]) -> None:
