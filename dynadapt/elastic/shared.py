@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dynadapt.elastic.arrangement import arranged
 from dynadapt.elastic.place import Place, write_manifest
 from dynadapt.errors import Finding, Refused
-from dynadapt.files import FileBuffer
+from dynadapt.files import FileBuffer, forget, unwritable
 from dynadapt.protocols import Described, FileTarget, Outcome, alone
 from dynadapt.registry import adapter_for
 from dynadapt.transport.into_files import crcs_of
@@ -115,16 +115,18 @@ class SharedFiles:
             try:
                 self._place.settle()
             except OSError as error:
-                cause = f"cannot get its name: {error.strerror}"
-                raise Refused([Finding("unwritable-file", str(self._place.path), cause)]) from error
+                raise Refused([unwritable(self._place.path, error)]) from error
 
     def close(self) -> None:
-        """After the commit: remove what was replaced."""
+        """After the commit: remove what was replaced, and let go of the maps that it was read by."""
+        forget(self._place.aside)
         if self._first:
             self._place.close()
 
     def abandon(self, x: FileTarget) -> None:
-        """Leave nothing behind. Any seat can: the first may be gone."""
+        """Leave nothing behind. Any seat can: the first may be gone. A map would keep the disk's room."""
+        self._made = None
+        forget(self._place.aside)
         if self._first:
             self._place.undo()
         else:

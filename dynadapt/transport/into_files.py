@@ -6,7 +6,6 @@ The files are there in their full size, and other seats write other parts of the
 
 from __future__ import annotations
 
-import errno
 import os
 import zlib
 from typing import TYPE_CHECKING, Any
@@ -14,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from dynadapt.errors import Finding, Refused
-from dynadapt.files import FileBuffer, mapped
+from dynadapt.errors import Refused
+from dynadapt.files import FileBuffer, mapped, unwritable
 from dynadapt.transport._torch import as_words, dtype_name, torch_dtype
 from dynadapt.transport.executor import Moved, copy_checked
 from dynadapt.transport.hashing import acts_for
@@ -71,10 +70,7 @@ def _write(view: torch.Tensor, move: Move, row: Row, buffer: FileBuffer, narrow:
         finally:
             os.close(fd)
     except OSError as error:
-        full = error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-        cause = f"cannot be written: {error.strerror}"
-        reason = "disk-full" if full else "unwritable-file"
-        raise Refused([Finding(reason, buffer.path, cause, "write elsewhere")]) from error
+        raise Refused([unwritable(buffer.path, error)]) from error
 
 
 def _on_host(view: torch.Tensor, move: Move, dtype: str, narrow: str) -> NDArray[Any]:

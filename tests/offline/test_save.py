@@ -112,6 +112,15 @@ def test_from_three_ranks(tmp_path: Path) -> None:
     _loaded("zero1-fp32", 2, tmp_path / "zero3-fp32", answers[1], exact=False)
 
 
+def test_a_torch_distributed_checkpoint(tmp_path: Path) -> None:
+    """ZeRO-3 of four ranks written as FSDP2 of two would write it, and loaded there: equal steps."""
+    (then,) = _saved(4, ["zero3-fp32"], tmp_path, "dcp/fsdp2:dp=2")
+    where = str(tmp_path / "zero3-fp32")
+    answers = _ranks.pool(2).run(_live.loaded, ["fsdp2"], where, "adamw", {}, timeout=200)
+    saved = {**then, "fingerprint": then["live"]}
+    assert not _live.wrong(saved, answers[0][0], 0.0)
+
+
 def test_a_torch_file(tmp_path: Path) -> None:
     """torch loads it, without pickles, into a plain module and its optimizer."""
     (then,) = _saved(4, ["zero3-fp32"], tmp_path, "torch")
