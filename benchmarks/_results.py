@@ -138,7 +138,7 @@ def _benchmarks(machine: list[str], rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-OUTCOMES = ("undone", "done", "lost", "hung")
+OUTCOMES = ("undone", "done", "source-lost", "lost", "hung")
 
 
 def _faults(machine: list[str], rows: list[dict[str, Any]]) -> list[str]:
@@ -159,7 +159,9 @@ def _faults(machine: list[str], rows: list[dict[str, Any]]) -> list[str]:
         "Written by `make faults`: how often each kind of fault was done to one of four ranks in the middle",
         "of a migration, by phase, and how the migrations ended. *Undone*: all ranks that lived raised one",
         "error, and the source was bit for bit what it was. *Done*: the fault came too late to matter, and",
-        "the target has all. *Lost*: some rank was left with something else. *Hung*: some rank did not",
+        'the target has all. *Source-lost*: in `mode="release"` alone, a rank was killed after source memory',
+        "had been freed, and all that lived were told so by this reason. *Lost*: some rank was left with",
+        "something else. *Hung*: some rank did not",
         f"return. In {broken} of {len(rows)} cases some promise was broken (the cause, the seat and the",
         "phase are told rightly; nobody waits longer than the timeout allows; the source trains on like",
         "its twin; the target is as fresh as it was and takes the next migration).",

@@ -257,7 +257,7 @@ def _plan_source(
         elif name in shared:
             found.stays[name] = "it shares its memory"
         elif not gives_back(buffer):
-            found.stays[name] = "torch does not own its memory"
+            found.stays[name] = "torch does not own its memory, or has given it to a numpy array"
         elif holes is None or 2 * sum(b - a for a, b in holes) > buffer.numel:
             found.stays[name] = "too much of it belongs to no tensor"
         else:

@@ -177,7 +177,7 @@ def execute(
     timeout: float = 300.0,
     device: str = "cpu",
 ) -> Moved:
-    """Move everything of one seat's plan. Raises `ChannelError`, or `Refused` for an inexact cast.
+    """Move everything of one seat's plan. Raises `ChannelError`, or `Refused` with every inexact cast.
 
     All seats of the plan call it. The source's storage is only read; the target's is written. `device`
     is where the channel wants its messages: "cpu" for gloo, this seat's CUDA device for NCCL.
@@ -195,6 +195,8 @@ def execute(
         run.local(plan)
     for item in pending:
         run.settle(*item)
+    if run.inexact:
+        raise Refused(run.inexact.values())
     run.moved.seconds = time.monotonic() - began
     return run.moved
 
@@ -215,6 +217,7 @@ class _Run:
         self._device = torch.device(device)
         self._stages = [self._empty(0), self._empty(0)]
         self.moved = Moved()
+        self.inexact: dict[Key, Finding] = {}
 
     def local(self, plan: SeatPlan) -> None:
         """Zeros, resident copies, and what lies in files."""
@@ -222,10 +225,17 @@ class _Run:
             self._target.view(endpoint, key, box).zero_()
             self.moved.filled += box.volume * itemsize(self._matched.by_target[key].target.dtype)
         for move in plan.local:
-            copy_checked(self._read(move), self._into(move), move, self._narrow)
+            self._copy(self._read(move), self._into(move), move)
             self.moved.read += move.nbytes if move.source < 0 else 0
             self.moved.written += move.nbytes if move.target < 0 else 0
             self.moved.copied += move.nbytes if move.source == move.target else 0
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, move: Move) -> None:
+        """Where it loses bits, the rest moves all the same: all such tensors are told at the end, and no
+        peer waits for what does not come.
+        """
+        if finding := copy_checked(source, target, move, self._narrow):
+            self.inexact.setdefault(move.key, finding)
 
     def start(self, half: int, chunk: Chunk) -> tuple[int, Chunk, list[_Packed], Posted]:
         """Pack and post one chunk, from one half of the staging memory."""
@@ -241,7 +251,7 @@ class _Run:
             for piece in message.pieces:
                 if piece.at >= 0:
                     staged = self._staged(half, piece)
-                    copy_checked(piece.view, staged, piece.move, self._narrow)
+                    self._copy(piece.view, staged, piece.move)
             sends.append((message.peer, self._bytes(half, message)))
         held = sum(stage.numel() for stage in self._stages)
         self.moved.peak_staging = max(self.moved.peak_staging, held)
@@ -323,16 +333,19 @@ class _Run:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
 
-def copy_checked(source: torch.Tensor, target: torch.Tensor, move: Move, narrow: str) -> None:
-    """Copy with a cast where the dtypes differ; a narrowing one is checked if it has to be exact."""
+def copy_checked(
+    source: torch.Tensor, target: torch.Tensor, move: Move, narrow: str
+) -> Finding | None:
+    """Copy with a cast where the dtypes differ; what a narrowing one loses though it has to be exact."""
     cast_into(target, source)
     widens = target.dtype.itemsize > source.dtype.itemsize
     if source.dtype == target.dtype or narrow == "allow" or widens:
-        return
+        return None
     for part, cast in zip(_slabs(source), _slabs(target), strict=True):
         back = cast.to(part.device, part.dtype)
         if not torch.equal(_bits(back), _bits(part.contiguous())):
-            raise Refused([_inexact(move, source.dtype, target.dtype)])
+            return _inexact(move, source.dtype, target.dtype)
+    return None
 
 
 def _named(error: ChannelError, chunk: Chunk) -> ChannelError:

@@ -78,7 +78,8 @@ def _on_host(view: torch.Tensor, move: Move, dtype: str, narrow: str) -> NDArray
     own = view.to("cpu")
     if dtype_name(own.dtype) != dtype:
         cast = torch.empty(own.shape, dtype=torch_dtype(dtype))
-        copy_checked(own, cast, move, narrow)
+        if finding := copy_checked(own, cast, move, narrow):
+            raise Refused([finding])
         own = cast
     return np.ascontiguousarray(as_words(own))
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dynadapt.elastic.migration import PHASES
 from tests.live.jobs import HIDDEN
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 __all__ = ["LATE", "TIMEOUT", "Fault", "every_fault", "some_faults"]
 
@@ -35,6 +39,16 @@ WIDE_JOBS = tuple(
     for source, target in JOBS
     if source != "plain" and "zero3" not in source + target
 )
+
+#: For `mode="release"`: sources whose memory is in many pieces, so that some of it goes before the rest.
+RELEASE_JOBS = (
+    ("fsdp2", "tpdp"),
+    ("zero3-bf16", "plain"),
+    ("tpdp", "fsdp2"),
+    ("plain", "zero3-fp32"),
+)
+RELEASE_WIDTH = 1_000
+"""Makes some 100 KB of state: two rounds."""
 
 #: (phase, call inside it): see `_inject`. A rank that raises there has a cause of its own.
 INSIDE = (
@@ -69,6 +83,8 @@ ALONE = (
     ("commit", "store.add"),
     ("commit", "voted"),
 )
+#: Inside `mode="release"`: before and after a rank has freed memory of its source for the first time.
+FREES = (("move", "free"), ("move", "free, done"))
 #: Bits that are flipped: where they lie, in the phase before whose work it is done.
 FLIPS = (("finish", "placed"), ("certify", "placed"), ("move", "source"))
 #: Memory that runs out, for real: by a limit on the address space.
@@ -100,9 +116,17 @@ class Fault:
     @property
     def width(self) -> int:
         """The model's hidden width: wide where a rank is to be hit between chunks, or in `malloc`."""
+        if self.mode == "release":
+            return RELEASE_WIDTH
         if self.kind == "memory":
             return 30_000
         return 4_000 if self.phase == "move" and self.call else HIDDEN
+
+    @property
+    def takes_source(self) -> bool:
+        """Whether it takes away a rank that has the only copy of a part of the source."""
+        late = self.phase in {"finish", "certify", "commit"} or (self.phase, self.call) in FREES
+        return self.mode == "release" and self.kind == "kill" and late
 
     @property
     def timeout(self) -> float:
@@ -114,7 +138,7 @@ def every_fault() -> tuple[Fault, ...]:
     """The whole list, the same each time.
 
     Every kind at the beginning of every phase on every rank, kills in every mode; then places inside
-    phases, on ranks by turns. Jobs go by turns too.
+    phases, on ranks by turns. Jobs go by turns too. Then the same for `mode="release"`.
     """
     found: list[Fault] = []
     turn = 0
@@ -145,7 +169,17 @@ def every_fault() -> tuple[Fault, ...]:
     for number, (phase, call) in enumerate(TIGHT):
         for rank in range(WORLD):
             add("memory", phase, call, 1, rank, MODES[(number + rank) % len(MODES)])
-    return tuple(found)
+    return (*found, *_release_faults())
+
+
+def _release_faults() -> Iterator[Fault]:
+    """Raise, delay and kill at the beginning of every phase, and as memory of the source is freed."""
+    places = [(phase, "") for phase in PHASES]
+    for kind, ranks in (("raise", WORLD), ("kill", 2), ("delay", 1)):
+        for number, (phase, call) in enumerate((*places, *FREES)):
+            for at in range(ranks):
+                rank, jobs = (number + at) % WORLD, RELEASE_JOBS[(number + at) % len(RELEASE_JOBS)]
+                yield Fault(kind, phase, call, 1, rank, *jobs, "release")
 
 
 def some_faults(number: int = 40) -> tuple[Fault, ...]:

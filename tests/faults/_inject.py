@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dynadapt.elastic import before, parked
+from dynadapt.elastic import before, parked, release
 from dynadapt.elastic.worlds import current_session
 from dynadapt.registry import adapter_for
 from dynadapt.transport import certify, control, executor
@@ -148,9 +148,11 @@ class Injector:
             (before, "adapter_for", lambda true: lambda x: _Adapter(true(x), self)),
             (control.Control, "__init__", self._watch_store),
             (control.Control, "vote", self._watch_vote),
+            (control.Control, "again", self._with_bare_store),
             (executor._Run, "_copy", lambda true: self._before("copy", true)),
             (certify, "hash_of", lambda true: self._before("hash", true)),
             (parked._HostCopy, "__init__", lambda true: self._before("park", true)),
+            (release.Release, "free", lambda true: self._around("free", true)),
         )
         saved = [(holder, name, getattr(holder, name)) for holder, name, _ in changed]
         for (holder, name, wrap), (_, _, true) in zip(changed, saved, strict=True):
@@ -170,11 +172,33 @@ class Injector:
 
         return watched
 
+    def _around(self, call: str, true: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self.called(call)
+            found = true(*args, **kwargs)
+            self.called(f"{call}, done")
+            return found
+
+        return watched
+
     def _watch_store(self, true: Callable[..., None]) -> Callable[..., None]:
         def init(own: Any, store: Any, *args: Any, **kwargs: Any) -> None:
             true(own, _Store(store, self), *args, **kwargs)
 
         return init
+
+    def _with_bare_store(self, true: Callable[..., Any]) -> Callable[..., Any]:
+        """torch takes no store of another class; the control that is made watches its own again."""
+
+        def again(own: Any, name: str) -> Any:
+            watched = own._store
+            own._store = watched._true
+            try:
+                return true(own, name)
+            finally:
+                own._store = watched
+
+        return again
 
     def _watch_vote(self, true: Callable[..., None]) -> Callable[..., None]:
         def vote(own: Any, *args: Any, **kwargs: Any) -> None:

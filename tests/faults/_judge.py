@@ -22,8 +22,8 @@ MARGIN = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`outcome` is "undone", "done" (the migration succeeded), "lost" (state) or "hung"; `complaints`
-    say what broke its promise.
+    """`outcome` is "undone", "done" (the migration succeeded), "source-lost" (told so, as `release` has
+    it), "lost" (state) or "hung"; `complaints` say what broke its promise.
     """
 
     fault: Fault
@@ -60,6 +60,8 @@ def judge(fault: Fault, outcomes: Sequence[Outcome]) -> Verdict:
         if answer["seconds"] > longest:
             found.append(f"rank {answer['rank']} took {answer['seconds']:.1f} s, not {longest:.1f}")
     outcome = "undone" if answers and "error" in answers[0] else "done"
+    if answers and answers[0].get("reason") == "source-lost":
+        outcome = "source-lost" if fault.takes_source else "lost"
     if hung:
         outcome = "hung"
     elif any(fine is False for answer in answers for fine in answer.values()) or len(told) > 1:
@@ -87,6 +89,8 @@ def _said(fault: Fault, victim: int, answer: dict[str, Any]) -> list[str]:
         return [] if after else ["nothing was noticed"]
     found = []
     cause, reasons = CAUSES[fault.kind]
+    if fault.takes_source:
+        reasons = {"source-lost"}
     if fault.kind == "delay" and fault.call.startswith("channel.open"):
         cause, reasons, victim = "connecting", {"channel"}, answer["seat"]  # all are held up alike
     if cause not in answer["error"] or answer["reason"] not in reasons:
@@ -109,6 +113,7 @@ def _said(fault: Fault, victim: int, answer: dict[str, Any]) -> list[str]:
 
 def _longest(fault: Fault, victim: bool) -> float:
     """Seconds a rank may be kept: whoever is not missed is waited for as long as a phase and a half."""
+    phases = 2 if fault.mode == "release" else 1  # the way back is another, over another channel
     if fault.kind in {"delay", "stop", "kill"}:
-        return MARGIN + max(1.5 * fault.timeout, LATE if victim else 0)
-    return MARGIN
+        return phases * (MARGIN + max(1.5 * fault.timeout, LATE if victim else 0))
+    return phases * MARGIN

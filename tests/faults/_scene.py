@@ -53,10 +53,10 @@ def suffer(rank: int, world: int, fault: Fault) -> dict[str, Any]:
     else:
         answer["arrived"] = report.fingerprint_source == report.fingerprint_target
     answer["seconds"] = time.monotonic() - began
-    if "error" in answer:
+    if "error" in answer and answer["reason"] != "source-lost":
         answer["intact"] = before == bits(source)
         answer["fresh"] = fresh == _presence(target)
-    if fault.kind == "kill":
+    if fault.kind == "kill" or answer.get("reason") == "source-lost":
         return answer  # without its peer the source's world cannot train on
     if "error" in answer:
         answer |= _life_after(source, twin, target, fault.mode)
@@ -83,7 +83,8 @@ def bits(job: Job) -> dict[str, bytes]:
     own = adapter_for(job.state).describe(job.state)
     found = {}
     for name, buffer in own.buffers.items():
-        flat = buffer.tensor().detach().contiguous().view(torch.uint8)
+        # Of a copy: whose memory an array has seen, torch does not free.
+        flat = buffer.tensor().detach().clone().view(torch.uint8)
         found[name] = flat.numpy().tobytes()
     return found
 

@@ -188,3 +188,17 @@ def test_states_in_bf16_and_masters_that_would_be_rounded(ranks2: Pool) -> None:
             "differing": [],
             "masters": "narrowing",
         }
+
+
+def test_every_tensor_that_would_lose_bits_is_named() -> None:
+    """B67: all at once, and none that would not."""
+    torch.manual_seed(0)
+    source, target = (nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)) for _ in range(2))
+    with torch.no_grad():
+        source[0].bias.zero_()
+    target.to(torch.bfloat16)
+    with pytest.raises(dynadapt.MigrationAborted) as caught:
+        dynadapt.migrate(source, target)
+    assert caught.value.reason == "narrowing"
+    where = {finding.where.split("/")[0] for finding in caught.value.findings}
+    assert where == {"0.weight", "1.weight", "1.bias"}
