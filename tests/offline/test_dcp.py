@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 import pickle
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -335,6 +337,7 @@ def test_copies_and_what_else_is_saved(tmp_path: Path) -> None:
         value = found.aux["user/rng"].value
         assert value == {"cpu": {"torch.Tensor": ["uint8", [40], bytes(range(40))]}, "seed": 4}
         assert found.aux["scheduler"].value["state"]["last_epoch"] == 1
+        assert found.aux["param_groups"].value[0]["hyper"]["initial_lr"] == 0.1
     back = {"rng": {"cpu": torch.zeros_like(rng), "seed": 0}, "lr_scheduler": schedule.state_dict()}
     back["lr_scheduler"]["last_epoch"] = 7
     dcp.load(back, checkpoint_id=new, no_dist=True)
@@ -362,6 +365,40 @@ def test_each_rank_with_metadata_of_its_own(tmp_path: Path) -> None:
     assert not (where / ".metadata").exists()
     found = _arrays(open_checkpoint(where))
     assert np.array_equal(found["w/param"], np.arange(14, dtype="f4").reshape(7, 2))
+
+
+def _older(where: Path, *entries: str) -> Path:
+    """A checkpoint of a torch whose AdamW did not have these entries in its groups yet."""
+
+    def drop(meta: Any) -> None:
+        for name in [n for n in meta.state_dict_metadata if n.rpartition(".")[2] in entries]:
+            del meta.state_dict_metadata[name], meta.planner_data[name]
+
+    _changed(where, drop)
+    return where
+
+
+def test_an_older_torch_had_fewer_entries(tmp_path: Path) -> None:
+    """torch does not load its own checkpoint then; it loads what is written from it."""
+    old = _older(_plain(tmp_path / "old"), "fused", "foreach", "maximize")
+    convert(open_checkpoint(old), target_of(tmp_path / "new", "dcp"))
+    model = torch.nn.Linear(5, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for where, loads in ((old, False), (tmp_path / "new", True)):
+        weights, states = get_state_dict(model, optimizer)
+        tree = {"model": weights, "optimizer": states}
+        with contextlib.nullcontext() if loads else pytest.raises(CheckpointException):
+            dcp.load(tree, checkpoint_id=where, no_dist=True)
+
+
+def test_adam_is_not_taken_for_adamw(tmp_path: Path) -> None:
+    """Where a source does not say which, nor does what is written, and the report tells."""
+    old = _older(_plain(tmp_path / "old"), "decoupled_weight_decay")
+    report = convert(open_checkpoint(old), target_of(tmp_path / "new", "dcp"))
+    (told,) = (o for o in report.outcomes if o.path == "param_groups")
+    assert (told.kind, "decoupled" in told.note) == ("derived", True)
+    hyper = open_checkpoint(tmp_path / "new").aux["param_groups"].value[0]["hyper"]
+    assert "decoupled_weight_decay" not in hyper
 
 
 def test_safetensors_of_every_rank(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ __all__ = ["Writing"]
 
 MODEL, OPTIMIZER, SCHEDULER = "model", "optimizer", "lr_scheduler"
 LAST = "__0_1.distcp"
+UNTOLD = "the source does not say whether weight decay is decoupled (AdamW) or not (Adam)"
 
 #: What groups have beside hyperparameters: how an optimizer runs. A loader asks for every entry it has.
 RUNS = {
@@ -70,6 +71,7 @@ class Writing:
         self.rows: dict[str, list[Row]] = {}
         self.sizes = [0] * self.ranks
         self.ends: dict[str, int] = {}
+        self.untold = False
         self._zips: dict[tuple[str, tuple[int, ...]], _Zip] = {}
         self.buffers: dict[str, dict[str, tuple[str, int, int]]] = {}
         self.first = _first_names(x, self.parts.weights)
@@ -190,7 +192,9 @@ class Writing:
             zip(self.parts.groups, self.parts.hypers(aux), strict=True)
         ):
             names = [self.first.get(name, name) for name in own]
-            for entry, value in {**_runs(hyper, aux), **hyper, "params": names}.items():
+            entries = {**_runs(hyper, aux), **hyper, "params": names}
+            self.untold |= "amsgrad" in entries and "decoupled_weight_decay" not in entries
+            for entry, value in entries.items():
                 path = (OPTIMIZER, "param_groups", index, entry)
                 told.value(path, last.lifted(value))
 
@@ -212,6 +216,8 @@ class Writing:
                 kind, note = "dropped", "a distributed checkpoint has no place for it"
             elif path not in {"param_groups", "optimizer", PLAIN}:
                 own[path] = item.value
+            if path == "param_groups" and self.untold:
+                kind, note = "derived", UNTOLD
             outcomes.append(Outcome(path, kind, note))  # type: ignore[arg-type]
         names = [n for s in self.parts.buffers for n in (s.key.name, *s.aliases)]
         told.value((OWN,), last.value({"buffers": names, "aux": own}))
@@ -281,12 +287,20 @@ def _first_names(x: FileTarget, weights: Sequence[KeySpec]) -> dict[str, str]:
 
 
 def _runs(hyper: Mapping[str, Any], aux: Mapping[str, AuxItem]) -> dict[str, Any]:
-    """Entries that torch's own class has and the source's need not have."""
+    """Entries that torch's own class has and the source's need not have.
+
+    Whether a weight decay is decoupled is not guessed: Adam would go on as AdamW, or the other way.
+    """
     if family_of(hyper) != "Adam":
         return RUNS
     behaviour = aux["behaviour"].value if "behaviour" in aux else {}
     told: Any = behaviour.get("config")
     for name in ("optimizer", "params"):
         told = told.get(name) if isinstance(told, dict) else None
-    decoupled = told.get("adam_w_mode", True) if isinstance(told, dict) else True
-    return {**RUNS, "amsgrad": False, "decoupled_weight_decay": bool(decoupled)}
+    decoupled: dict[str, bool] = {}
+    if "bias_correction" in hyper:  # DeepSpeed's own Adam
+        mode = told.get("adam_w_mode", True) if isinstance(told, dict) else True
+        decoupled = {"decoupled_weight_decay": bool(mode)}
+    elif not hyper.get("weight_decay"):
+        decoupled = {"decoupled_weight_decay": False}
+    return {**RUNS, "amsgrad": False, **decoupled}
