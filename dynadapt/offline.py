@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dynadapt.elastic import arrangement, comparison, conversion, conversion_plan
 from dynadapt.elastic.budget import Budget
 from dynadapt.elastic.checkpoint import Checkpoint, open_checkpoint
+from dynadapt.elastic.ranks import Ranks
 from dynadapt.elastic.selection import Selection
 from dynadapt.elastic.targets import target_of
 from dynadapt.errors import Finding, Refused
@@ -73,6 +74,8 @@ def convert(
     resume: bool = False,
     threads: int = 2,
     max_memory: int | None = None,
+    ranks: tuple[int, int] | None = None,
+    timeout: float = 60.0,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> ConversionReport:
     """Write a checkpoint in another format or layout, in one pass, and prove it by its fingerprint.
@@ -86,6 +89,10 @@ def convert(
     `max_memory` bounds, in bytes, the anonymous memory that this takes over what the process holds: fewer
     threads and smaller pieces, or `max-memory` if it is too little. `on_bytes` is called with (bytes done,
     bytes in all) from several threads.
+
+    Several processes on one file system share the work if each makes the same call with `ranks`, its number
+    and how many there are; all return the report of number 0. One that gives no sign of life for `timeout`
+    seconds ends all (`rank-lost`), and `resume` can continue.
 
     `dst` gets its name when all of it is there and was read back; `src` is only read. Raises `Refused`
     (`target-exists` unless `force`) and `DynadaptError`; then there is no `dst`, or the old one. After an
@@ -128,6 +135,7 @@ def convert(
         resume=resume,
         threads=threads,
         budget=budget,
+        ranks=None if ranks is None or ranks[1] < 2 else Ranks(*ranks, timeout=timeout),
         on_bytes=on_bytes,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -55,7 +56,8 @@ def convert(
 ) -> None:
     """Write a checkpoint in another format or layout, in one pass, and prove it by its fingerprint.
 
-    DST gets its name when all of it is there and right; SRC is only read.
+    DST gets its name when all of it is there and right; SRC is only read. Under torchrun each process
+    converts its own share.
     """
     from rich.progress import (
         BarColumn,
@@ -68,10 +70,14 @@ def convert(
     from dynadapt import offline
     from dynadapt.cli._plan import size_of
 
+    rank, world = (int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1)))
     console = Console(stderr=True)
+    hidden = bool(rank) or not console.is_terminal
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with (
-        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
+        Progress(
+            *columns, console=console, transient=True, disable=bool(rank) or not console.is_terminal
+        ) as bar,
         interruptible(target),
     ):
         task = bar.add_task("converting", total=None)
@@ -93,8 +99,11 @@ def convert(
             resume=resume,
             threads=workers,
             max_memory=None if max_memory is None else size_of(max_memory),
+            ranks=(rank, world),
             on_bytes=lambda done, total: bar.update(task, completed=done, total=total),
         )
+    if rank:
+        return
     if as_json:
         typer.echo(json.dumps(report.to_json(), indent=2))
     else:

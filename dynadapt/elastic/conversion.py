@@ -6,6 +6,8 @@ when everything in it has proved to be right; until then nothing can be taken fo
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 import time
@@ -18,6 +20,7 @@ from dynadapt.elastic.budget import Budget, Effort
 from dynadapt.elastic.checkpoint import Checkpoint, layout_of, open_checkpoint
 from dynadapt.elastic.journal import Journal, identity
 from dynadapt.elastic.place import MANIFEST, Place, write_manifest
+from dynadapt.elastic.ranks import Ranks, shares
 from dynadapt.errors import Finding, Refused
 from dynadapt.files import unwritable
 from dynadapt.protocols import FileTarget, Outcome
@@ -25,9 +28,9 @@ from dynadapt.registry import adapter_for
 from dynadapt.transport.certificate import fingerprint
 from dynadapt.transport.match import match
 from dynadapt.transport.plan import Options, Pair
-from dynadapt.transport.stream import stream
+from dynadapt.transport.stream import Progress, Stopped, Streamed, stream
 from dynadapt.vps import cover
-from dynadapt.vps.keys import Key
+from dynadapt.vps.keys import Key, itemsize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -97,9 +100,13 @@ def convert(
     resume: bool = False,
     threads: int = 2,
     budget: Budget | None = None,
+    ranks: Ranks | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> ConversionReport:
-    """Write what `source` holds as `target` says. One process calls it.
+    """Write what `source` holds as `target` says. One process calls it, or each of `ranks`.
+
+    Each rank fills its share of the buffers; rank 0 lays out, seals, verifies and renames. All return its
+    report, or raise: what one of them has met, or `rank-lost`, after which `resume` can continue.
 
     At most so many threads work, fewer if `budget` asks for it. `on_bytes` is called with (bytes done,
     bytes in all) from several threads. Raises `Refused`: `target-exists` unless `force`, `max-memory`, and
@@ -119,28 +126,32 @@ def convert(
     own = source.own if selection is None else selection.of(source.own)
     own, target = arranged(own, target, source.path)
     layout = layout_of(own)
-    folder = place.begin(resume=resume)
-    path = place.aside / "journal-0"
+    what = identity(Path(source.path), target, selection, narrow)
+    job = _Job(source, own, layout, target, place, what, narrow, threads, budget or Budget(), ranks)
+    if ranks is not None and ranks.rank:
+        return job.help(clock)
+    place.begin(resume=resume)
     try:
-        what = identity(Path(source.path), target, selection, narrow)
-        old = Journal.again(path, what) if place.found and resume else None
+        resumed = place.found and resume
+        marks = Journal.every(place.aside, what) if resumed else None
     except BaseException:
         place.leave()
         raise
     try:
-        journal = old or Journal.begin(path, what)
-        work = replace(target, path=str(folder), crcs={}, made=None)
-        spend = budget or Budget()
-        report = _write(
-            source, own, layout, work, clock, narrow, verify, threads, spend, journal, on_bytes
-        )
+        report = job.write(clock, marks, verify, on_bytes)
         os.sync()  # one for all files: much faster than an fsync each
         place.settle()
-    except OSError as error:
-        place.undo()
-        raise Refused([unwritable(error.filename or place.aside, error)]) from error
-    except Exception:
-        place.undo()
+        job.tell(replace(report, target=str(place.path)))
+    except Exception as error:
+        job.end(error)
+        if ranks is not None and ranks.lost:
+            place.leave()
+        else:
+            place.undo()
+        if isinstance(error, OSError):
+            raise Refused([unwritable(error.filename or place.aside, error)]) from error
+        if isinstance(error, Stopped) and ranks is not None:
+            ranks.check()
         raise
     except BaseException:  # an interrupt: what is there can be continued
         place.leave()
@@ -169,74 +180,169 @@ def laid_out(
     return writer, made, there, replace(matched, pairs=(*matched.pairs, *copies(layout, there)))
 
 
-def _write(
-    source: Checkpoint,
-    own: Described,
-    layout: RowLayout,
-    work: FileTarget,
-    clock: _Clock,
-    narrow: Narrow,
-    verify: bool,
-    threads: int,
-    budget: Budget,
-    journal: Journal,
-    on_bytes: Callable[[int, int], None] | None,
-) -> ConversionReport:
-    aux = {item.path: item for item in own.aux}
-    writer, made, there, matched = laid_out(own, layout, work, narrow)
-    effort = budget.effort(threads, again=verify)
-    clock.lap("prepare")
-    total = sum(p.target.nbytes for p in matched.pairs if not p.fill)
-    done = 0
+@dataclass(frozen=True)
+class _Job:
+    """A conversion on one process, or on one of several ranks."""
 
-    def count(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes  # a thread may be a piece behind: it is for people
-        if on_bytes is not None:
-            on_bytes(done, total)
+    source: Checkpoint
+    own: Described
+    layout: RowLayout
+    target: FileTarget
+    place: Place
+    what: Mapping[str, Any]
+    narrow: Narrow
+    threads: int
+    budget: Budget
+    ranks: Ranks | None
 
-    streamed = stream(
-        matched,
-        layout,
-        own.buffers,  # type: ignore[arg-type]  # likewise
-        there,
-        made.buffers,  # type: ignore[arg-type]  # its buffers are files
-        narrow=narrow,
-        threads=effort.threads,
-        piece=effort.piece,
-        begun=journal.marks if journal.old else None,
-        on_bytes=count,
-        on_mark=journal.mark,
-    )
-    clock.lap("stream")
-    work.crcs.update(streamed.crcs)
-    outcomes = writer.finish(work, layout.keys, own.scalars, aux)
-    clock.lap("finish")
-    kept = {pair.target.key for pair in matched.pairs}
-    serving = {pair.source.key for pair in matched.pairs}
-    outcomes += tuple(
-        Outcome(str(spec.key), "dropped", "the target has no place for it")
-        for spec in layout.keys
-        if spec.moves and spec.key not in serving
-    )
-    if verify:
-        _verify(str(work.path), streamed.sums, kept, effort)
-        clock.lap("verify")
-    prints = fingerprint(there.keys, streamed.sums)
-    _bring_along(Path(source.path), Path(work.path))
-    write_manifest(Path(work.path), work, prints, streamed.sums)
-    return ConversionReport(
-        source=source.path,
-        target=str(work.path),
-        format=work.format,
-        bytes_read=streamed.read,
-        bytes_written=streamed.written,
-        bytes_kept=streamed.kept,
-        fingerprint=prints,
-        verified=verify,
-        seconds=clock.seconds,
-        outcomes=outcomes,
-    )
+    def write(
+        self,
+        clock: _Clock,
+        marks: Mapping[str, Progress] | None,
+        verify: bool,
+        on_bytes: Callable[[int, int], None] | None,
+    ) -> ConversionReport:
+        """All that one process does, or rank 0 of several."""
+        own, layout, ranks = self.own, self.layout, self.ranks
+        if ranks is not None:
+            ranks.meet(self.place.aside / "ranks")
+        work = replace(self.target, path=str(self.place.data), crcs={}, made=None)
+        aux = {item.path: item for item in own.aux}
+        writer, made, there, matched = laid_out(own, layout, work, self.narrow)
+        if ranks is not None:
+            ranks.post("laid", [self._digest(made), marks is not None])
+        effort = self.budget.effort(self.threads, again=verify)
+        clock.lap("prepare")
+        streamed = self._stream(made, there, matched, effort, marks, on_bytes)
+        clock.lap("stream")
+        work.crcs.update(streamed.crcs)
+        outcomes = writer.finish(work, layout.keys, own.scalars, aux)
+        clock.lap("finish")
+        kept = {pair.target.key for pair in matched.pairs}
+        serving = {pair.source.key for pair in matched.pairs}
+        outcomes += tuple(
+            Outcome(str(spec.key), "dropped", "the target has no place for it")
+            for spec in layout.keys
+            if spec.moves and spec.key not in serving
+        )
+        if verify:
+            _verify(str(work.path), streamed.sums, kept, effort)
+            clock.lap("verify")
+        prints = fingerprint(there.keys, streamed.sums)
+        _bring_along(Path(self.source.path), Path(work.path))
+        write_manifest(Path(work.path), work, prints, streamed.sums)
+        return ConversionReport(
+            source=self.source.path,
+            target=str(work.path),
+            format=work.format,
+            bytes_read=streamed.read,
+            bytes_written=streamed.written,
+            bytes_kept=streamed.kept,
+            fingerprint=prints,
+            verified=verify,
+            seconds=clock.seconds,
+            outcomes=outcomes,
+        )
+
+    def help(self, clock: _Clock) -> ConversionReport:
+        """What another rank than 0 does: its share of the buffers."""
+        ranks = self.ranks
+        if ranks is None:
+            raise RuntimeError("nobody to help")
+        try:
+            ranks.meet(self.place.aside / "ranks")
+            work = replace(self.target, path=str(self.place.data), crcs={}, made=None, dry=True)
+            _, made, there, matched = laid_out(self.own, self.layout, work, self.narrow)
+            ((digest, resumed),) = ranks.wait("laid", 0)
+            if digest != self._digest(made):
+                cause, fix = "has other arguments, or sees other files", "start all ranks alike"
+                raise Refused([Finding("ranks-differ", f"rank {ranks.rank}", cause, fix)])
+            effort = self.budget.effort(self.threads, again=False)
+            marks = Journal.every(self.place.aside, self.what) if resumed else None
+            clock.lap("prepare")
+            done = self._stream(made, there, matched, effort, marks, None)
+            clock.lap("stream")
+            ranks.post("filled", done.kept)
+            ((told),) = ranks.wait("done", 0)
+        except Stopped:
+            ranks.check()
+            raise
+        except Exception as error:
+            ranks.fail(error)
+            raise
+        finally:
+            ranks.part()
+        return replace(_from_json(told), seconds=clock.seconds)
+
+    def _stream(
+        self,
+        made: Described,
+        there: RowLayout,
+        matched: Match,
+        effort: Effort,
+        marks: Mapping[str, Progress] | None,
+        on_bytes: Callable[[int, int], None] | None,
+    ) -> Streamed:
+        ranks = self.ranks
+        sizes = {n: b.numel * itemsize(b.dtype) for n, b in made.buffers.items()}
+        rank, world = (ranks.rank, ranks.world) if ranks is not None else (0, 1)
+        share = shares(sizes, world)[rank]
+        path = self.place.aside / f"journal-{rank}"
+        journal = Journal.goes_on(path, self.what, resume=marks is not None)
+        total, done, kept = sum(sizes[name] for name in share), 0, 0
+
+        def count(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes  # a thread may be a piece behind: it is for people
+            if on_bytes is not None:
+                on_bytes(done, total)
+
+        def rest() -> Mapping[str, Progress]:
+            nonlocal kept
+            if ranks is not None:
+                kept = sum(ranks.wait("filled", *ranks.others))
+            return Journal.every(self.place.aside, self.what)
+
+        streamed = stream(
+            matched,
+            self.layout,
+            self.own.buffers,  # type: ignore[arg-type]  # they are files
+            there,
+            made.buffers,  # type: ignore[arg-type]  # likewise
+            narrow=self.narrow,
+            threads=effort.threads,
+            piece=effort.piece,
+            share=set(share) if world > 1 else None,
+            rest=rest if world > 1 and not rank else None,
+            begun=marks,
+            on_bytes=count,
+            on_mark=journal.mark,
+            stop=ranks.stop if ranks is not None else None,
+        )
+        streamed.kept += kept
+        return streamed
+
+    def _digest(self, made: Described) -> str:
+        told = [dict(self.what), sorted((name, b.numel) for name, b in made.buffers.items())]
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+    def tell(self, report: ConversionReport) -> None:
+        """The other ranks may end."""
+        if self.ranks is not None:
+            self.ranks.post("done", report.to_json())
+            self.ranks.part()
+
+    def end(self, error: Exception) -> None:
+        """The other ranks must end."""
+        if self.ranks is not None:
+            self.ranks.fail(error)
+            self.ranks.part()
+
+
+def _from_json(told: Mapping[str, Any]) -> ConversionReport:
+    outcomes = tuple(Outcome(o["path"], o["kind"], o["note"]) for o in told["outcomes"])
+    warnings = tuple(Finding(**finding) for finding in told["warnings"])
+    return ConversionReport(**{**told, "outcomes": outcomes, "warnings": warnings})
 
 
 _ALONG = {".json", ".txt", ".model", ".jinja", ".md", ".yaml", ".vocab"}

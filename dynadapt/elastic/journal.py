@@ -51,10 +51,9 @@ def _stamp(path: Path) -> list[int]:
 
 @dataclass
 class Journal:
-    """`marks`: how far each buffer was when the file was read, if it is `old`. Several threads may `mark`."""
+    """`marks`: how far each buffer was when the file was read. Several threads may `mark`."""
 
     path: Path
-    old: bool = False
     marks: dict[str, Progress] = field(default_factory=dict)
     _told: dict[str, int] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
@@ -66,19 +65,37 @@ class Journal:
         return cls(path)
 
     @classmethod
+    def goes_on(cls, path: Path, what: Mapping[str, Any], *, resume: bool) -> Journal:
+        """The one that is there with `resume`, without a last line that was cut off; else a new one."""
+        found = cls.again(path, what) if resume else None
+        if found is None:
+            return cls.begin(path, what)
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+        return found
+
+    @classmethod
     def again(cls, path: Path, what: Mapping[str, Any]) -> Journal | None:
         """The one that is there, if any; raises `Refused` (`resume-differs`) if it is of something else."""
         if not path.exists():
             return None
         lines = path.read_bytes().split(b"\n")
-        whole = sum(len(line) + 1 for line in lines[:-1])
-        os.truncate(path, whole)  # what was cut off
         if len(lines) < 2:
             return None
         _compare(path, json.loads(lines[0]), json.loads(json.dumps(what)))
-        found = cls(path, old=True)
+        found = cls(path)
         for line in lines[1:-1]:
             found._read(json.loads(line))
+        return found
+
+    @classmethod
+    def every(cls, folder: Path, what: Mapping[str, Any]) -> dict[str, Progress]:
+        """How far each buffer is by all journals of a folder."""
+        found: dict[str, Progress] = {}
+        for path in sorted(folder.glob("journal-*")):
+            own = cls.again(path, what)
+            for name, mark in ({} if own is None else own.marks).items():
+                if mark.done >= found.get(name, Progress()).done:
+                    found[name] = mark
         return found
 
     def _read(self, told: Any) -> None:

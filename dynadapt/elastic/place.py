@@ -75,10 +75,10 @@ class Place:
                     self.old.rename(self.path)
                     self._free()
             self.found = self.data.exists()
-            if not resume:
-                for each in self.aside.iterdir():
-                    if each.name != "lock":
-                        _remove(each)
+            for each in self.aside.iterdir():
+                goes_on = each.name == "data" or each.name.startswith("journal-")
+                if each.name != "lock" and not (resume and goes_on):
+                    _remove(each)
             self.data.mkdir(exist_ok=True)
         except OSError as error:
             raise Refused([unwritable(self.aside, error)]) from error

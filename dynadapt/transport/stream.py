@@ -25,7 +25,7 @@ from dynadapt.vps.box import Box, atoms, row_major_strides, uncovered
 from dynadapt.vps.keys import itemsize
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -178,6 +178,8 @@ def stream(
     narrow: Narrow = "if-exact",
     threads: int = 2,
     piece: int = PIECE,
+    share: Collection[str] | None = None,
+    rest: Callable[[], Mapping[str, Progress]] | None = None,
     begun: Mapping[str, Progress] | None = None,
     on_bytes: Callable[[int], None] | None = None,
     on_mark: Callable[[str, Progress], None] | None = None,
@@ -188,7 +190,8 @@ def stream(
     Each of the threads takes `piece` bytes at a time. Elements of a buffer that no row holds are zeros.
     `on_mark` is told how far a buffer is, now and then and when it is full. With `begun`, what it was told
     when the same was streamed before, buffers go on from there if the bytes still have their check sum.
-    When `stop` is set, `Stopped` is raised after the pieces that are under way. Raises `Refused` with
+    Only the buffers of a `share` are filled, if one is named; then `rest` is asked how the others ended
+    up. When `stop` is set, `Stopped` is raised after the pieces that are under way. Raises `Refused` with
     everything that was found: `uncovered`, `narrowing`, `truncated-file`.
     """
     sources = Sources(source, buffers)
@@ -207,14 +210,17 @@ def stream(
         raise Refused(findings)
     stop = stop or Event()
     writer = _Writer(matched, sources, narrow, piece, begun, on_bytes, on_mark, stop)
-    names = sorted(by_buffer, key=lambda name: (-targets[name].nbytes, name))
+    names = [name for name in by_buffer if share is None or name in share]
+    names.sort(key=lambda name: (-targets[name].nbytes, name))
+    order = {name: sorted(rows, key=lambda r: r.offset) for name, rows in by_buffer.items()}
+    filled: dict[str, Progress] = {}
     with ThreadPoolExecutor(threads) as pool:
         try:
-            tasks = [pool.submit(writer.fill, n, targets[n], by_buffer[n]) for n in names]
+            tasks = {n: pool.submit(writer.fill, n, targets[n], order[n]) for n in names}
             errors: list[Finding] = []
-            for task in tasks:
+            for name, task in tasks.items():
                 try:
-                    task.result()
+                    filled[name] = task.result()
                 except Refused as error:
                     errors += error.findings
         except BaseException:  # the threads shall not work on for an interrupt's sake
@@ -223,7 +229,27 @@ def stream(
             raise
     if errors:
         raise Refused(errors)
-    return writer.done
+    if rest is not None:
+        found = rest()
+        filled |= {n: found.get(n, Progress()) for n in by_buffer if n not in filled}  # empty ones
+    return _total(filled, order, writer.kept)
+
+
+def _total(
+    filled: Mapping[str, Progress], order: Mapping[str, Sequence[Row]], kept: int
+) -> Streamed:
+    done = Streamed(kept=kept)
+    counted: set[tuple[Key, Box]] = set()
+    for name, progress in filled.items():
+        done.crcs[name] = progress.crc
+        done.read += progress.read
+        done.written += progress.done
+        for row, value in zip(order[name], progress.sums, strict=True):
+            whole = (row.key, row.box)
+            if whole not in counted:  # else a replica: every element counts once
+                counted.add(whole)
+                done.sums[row.key] = (done.sums.get(row.key, 0) + value) & _MASK
+    return done
 
 
 class _Writer:
@@ -246,8 +272,7 @@ class _Writer:
         self._stop = stop
         self._lock = Lock()
         self._own = local()
-        self._counted: set[tuple[Key, Box]] = set()
-        self.done = Streamed()
+        self.kept = 0
 
     def _staging(self, count: int, dtype: str) -> NDArray[Any]:
         if not hasattr(self._own, "staging"):
@@ -258,27 +283,16 @@ class _Writer:
         found: NDArray[Any] = self._own.staging[:nbytes].view(raw_dtype(dtype))
         return found
 
-    def fill(self, name: str, buffer: FileBuffer, rows: Sequence[Row]) -> None:
+    def fill(self, name: str, buffer: FileBuffer, rows: Sequence[Row]) -> Progress:
         """Write one buffer from its first byte, or from where it was left, to its last."""
-        order = sorted(rows, key=lambda r: r.offset)
         try:
             fd = os.open(buffer.path, os.O_RDWR)
             try:
-                found = self._fill(fd, name, buffer, order)
+                return self._fill(fd, name, buffer, rows)
             finally:
                 os.close(fd)
         except OSError as error:
             raise Refused([unwritable(buffer.path, error)]) from error
-        with self._lock:
-            self.done.crcs[name] = found.crc
-            self.done.read += found.read
-            self.done.written += buffer.nbytes
-            for row, value in zip(order, found.sums, strict=True):
-                whole = (row.key, row.box)
-                if whole in self._counted:
-                    continue  # a replica: every element counts once
-                self._counted.add(whole)
-                self.done.sums[row.key] = (self.done.sums.get(row.key, 0) + value) & _MASK
 
     def _fill(self, fd: int, name: str, buffer: FileBuffer, rows: Sequence[Row]) -> Progress:
         size = itemsize(buffer.dtype)
@@ -331,7 +345,7 @@ class _Writer:
         if crc != known.crc:
             return Progress()
         with self._lock:
-            self.done.kept += known.done
+            self.kept += known.done
         if self._on_bytes is not None:
             self._on_bytes(known.done)
         return known
