@@ -75,9 +75,7 @@ def convert(
     hidden = bool(rank) or not console.is_terminal
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with (
-        Progress(
-            *columns, console=console, transient=True, disable=bool(rank) or not console.is_terminal
-        ) as bar,
+        Progress(*columns, console=console, transient=True, disable=hidden) as bar,
         interruptible(target),
     ):
         task = bar.add_task("converting", total=None)
