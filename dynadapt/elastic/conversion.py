@@ -154,6 +154,8 @@ def convert(
             ranks.check()
         raise
     except BaseException:  # an interrupt: what is there can be continued
+        if ranks is not None:
+            ranks.vanish()
         place.leave()
         raise
     place.close()
@@ -264,14 +266,16 @@ class _Job:
             clock.lap("stream")
             ranks.post("filled", done.kept)
             ((told),) = ranks.wait("done", 0)
-        except Stopped:
-            ranks.check()
-            raise
         except Exception as error:
             ranks.fail(error)
-            raise
-        finally:
             ranks.part()
+            if isinstance(error, Stopped):
+                ranks.check()
+            raise
+        except BaseException:
+            ranks.vanish()
+            raise
+        ranks.part()
         return replace(_from_json(told), seconds=clock.seconds)
 
     def _stream(

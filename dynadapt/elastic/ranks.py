@@ -28,7 +28,7 @@ __all__ = ["Ranks", "job_name", "shares"]
 
 _BEAT = 1.0
 _POLL = 0.02
-_PARTING = 5.0
+_PARTING = 30.0
 
 
 def job_name() -> str:
@@ -139,8 +139,8 @@ class Ranks:
             raise self.trouble
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others why this rank ends, unless they told it."""
-        if not self._run or error is self.trouble:
+        """Tell the others why this rank ends, unless it was told by one of them."""
+        if not self._run or self.trouble is not None:
             return
         findings = error.findings if isinstance(error, Refused) else ()
         told = [finding.to_json() for finding in findings]
@@ -160,6 +160,10 @@ class Ranks:
                 if all(self._told("bye", r) or self._told("failed", r) for r in self.others):
                     break
                 time.sleep(_POLL)
+        self.vanish()
+
+    def vanish(self) -> None:
+        """Show no more signs of life: if they still wait for this rank, the others end with `rank-lost`."""
         self._ended.set()
         if self._beat is not None:
             self._beat.join()
