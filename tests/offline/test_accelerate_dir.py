@@ -67,6 +67,7 @@ READ = [
     "zero3-fp32",
     "fsdp2full",
     "fsdp1full",
+    "fsdp2",
 ]
 
 
@@ -100,6 +101,8 @@ SAME = [
     ("ddp", "accelerate/zero0:dp=2", "zero0-fp32"),
     ("ddp", "accelerate/fsdp1:dp=2", "fsdp2full"),
     ("fsdp2full", "accelerate/ddp:dp=2", "ddp"),
+    ("fsdp2", "accelerate/zero3:dp=2,sub_group_size=100", "zero3-fp32"),
+    ("ddp", "accelerate/fsdp2:dp=2", "fsdp2"),
     ("fsdp2full", "accelerate/zero2:dp=2", "zero2-fp32"),
 ]
 
@@ -118,7 +121,7 @@ def test_a_job_of_another_kind_goes_on(
     same(told, loaded(to, tmp_path / "new"), steps=kind == to and precision)
     back = {"zero3": "zero3:dp=2,sub_group_size=100", "zero2": "zero2:dp=2"}
     form = kind.partition("-")[0]
-    named = back.get(form, "fsdp1:dp=2" if form.startswith("fsdp") else "ddp:dp=2")
+    named = back.get(form, {"fsdp2": "fsdp2:dp=2", "fsdp2full": "fsdp1:dp=2"}.get(form, "ddp:dp=2"))
     convert(new, target_of(tmp_path / "back", f"accelerate/{named}"))
     same(told, loaded(kind, tmp_path / "back"))
 

@@ -25,7 +25,7 @@ from dynadapt.vps.layout import Row, file_endpoint
 from dynadapt.vps.wire import encodable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from dynadapt.adapters.checkpoints._dcp_metadata import Chunk
@@ -45,16 +45,23 @@ OWN = "dynadapt"
 
 
 class Reading:
-    """One pass over a checkpoint.
+    """One pass over a checkpoint, in one folder or, as Accelerate has it, model and optimizer apart.
 
     Whether an entry of the model is a buffer is told by what is trained, by whether it is sharded as
     parameters are, and by its name. One that is not trained, and equal bit by bit to one that is, is tied
     to it: the format holds both.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, folders: Sequence[str] = ("",)) -> None:
         self.root = root
-        self.entries = read_metadata(root)
+        self.entries: dict[str, Entry] = {}
+        for folder in folders:
+            for name, entry in read_metadata(root / folder).items():
+                chunks = [
+                    replace(c, file=f"{folder}/{c.file}" if folder else c.file)
+                    for c in entry.chunks
+                ]
+                self.entries[name] = replace(entry, chunks=chunks)
         self.findings: list[Finding] = []
         self.specs: dict[Key, KeySpec] = {}
         self.rows: dict[str, list[Row]] = {}

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from dynadapt.vps.keys import Key, KeySpec
     from dynadapt.vps.spec import LayoutSpec
 
-__all__ = ["Writing"]
+__all__ = ["MODEL", "OPTIMIZER", "Writing"]
 
 MODEL, OPTIMIZER, SCHEDULER = "model", "optimizer", "lr_scheduler"
 LAST = "__0_1.distcp"
@@ -60,11 +60,22 @@ class _Zip(NamedTuple):
 
 
 class Writing:
-    """The plan of one checkpoint: laid out from keys alone, sealed with scalars and aux."""
+    """The plan of one checkpoint: laid out from keys alone, sealed with scalars and aux.
 
-    def __init__(self, x: FileTarget, keys: Sequence[KeySpec]) -> None:
+    `folder` and `holds` are for Accelerate, which has model and optimizer in folders of their own.
+    """
+
+    def __init__(
+        self,
+        x: FileTarget,
+        keys: Sequence[KeySpec],
+        folder: str = "",
+        holds: frozenset[str] = frozenset({MODEL, OPTIMIZER}),
+    ) -> None:
+        self.folder, self.holds = f"{folder}/" if folder else "", holds
         self.ranks, self.cut = _ranks(x.layout)
         whole = bool(x.groups) or any(spec.kind == "state" for spec in keys)
+        whole = whole and OPTIMIZER in holds
         self.parts = Parts(x, keys, optimizer=whole)
         self.keys: dict[Key, KeySpec] = {}
         self.chunks: dict[Key, list[tuple[Chunk, _Zip, str]]] = {}
@@ -80,11 +91,11 @@ class Writing:
         if taken:
             cause = "has the name of another part of a distributed checkpoint"
             raise Refused([Finding("bad-argument", f"extra:{name}", cause) for name in taken])
-        for spec in self.parts.weights:
+        for spec in self.parts.weights if MODEL in holds else ():
             self._lay(spec, cut=self.cut)
-        for spec in self.parts.buffers:
+        for spec in self.parts.buffers if MODEL in holds else ():
             self._lay(spec, cut=False)
-        for spec in (*self.parts.states, *self.parts.extras):
+        for spec in (*self.parts.states, *self.parts.extras) if OPTIMIZER in holds else ():
             self._lay(spec, cut=self.cut)
 
     def _lay(self, spec: KeySpec, *, cut: bool) -> None:
@@ -99,14 +110,15 @@ class Writing:
             zipped = self._zip(spec.dtype, shape)
             at, _ = zipped.frame.places["0"]
             start, length, file = self.sizes[rank], zipped.length, f"__{rank}_0.distcp"
-            self.ends[file] = start + length
+            self.ends[f"{self.folder}{file}"] = start + length
             self.sizes[rank] = -(-(start + length) // ALIGN) * ALIGN
-            parts = self.buffers.setdefault(file, {})
+            path = f"{self.folder}{file}"
+            parts = self.buffers.setdefault(path, {})
             name = str(len(parts))
             parts[name] = (spec.dtype, start + at, box.volume)
-            own.append((Chunk(box, file, start, length), zipped, f"{file}#{name}"))
-            row = Row(spec.key, box, f"{file}#{name}", 0, row_major_strides(shape))
-            self.rows.setdefault(file, []).append(row)
+            own.append((Chunk(box, file, start, length), zipped, f"{path}#{name}"))
+            row = Row(spec.key, box, f"{path}#{name}", 0, row_major_strides(shape))
+            self.rows.setdefault(path, []).append(row)
 
     def _zip(self, dtype: str, shape: tuple[int, ...]) -> _Zip:
         """The zip of a tensor: the same for all of one dtype and shape."""
@@ -140,16 +152,17 @@ class Writing:
                 for at, data in zipped.frame.seal_pickled(zipped.pickled, crc):
                     frames.setdefault(chunk.file, []).append((chunk.offset + at, data))
         for file, parts in frames.items():
-            made.write_parts(file, parts)
+            made.write_parts(f"{self.folder}{file}", parts)
         told, last = Metadata(), _Last()
-        self._model(told)
+        if MODEL in self.holds:
+            self._model(told)
         if self.parts.groups:
             self._optimizer(told, last, scalars, aux)
-        for spec in self.parts.extras:
+        for spec in self.parts.extras if OPTIMIZER in self.holds else ():
             self._add(told, (spec.key.slot.removeprefix("extra:"), spec.key.name), spec)
-        outcomes = self._rest(told, last, aux)
-        made.write(LAST, bytes(last.data))
-        made.write(METADATA, told.pickled())
+        outcomes = self._rest(told, last, aux) if MODEL in self.holds else ()
+        made.write(f"{self.folder}{LAST}", bytes(last.data))
+        made.write(f"{self.folder}{METADATA}", told.pickled())
         return outcomes
 
     def _add(self, told: Metadata, names: Names, spec: KeySpec) -> None:

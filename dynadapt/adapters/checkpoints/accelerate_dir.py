@@ -1,4 +1,4 @@
-"""Folders of `Accelerator.save_state`: plain and DDP, DeepSpeed, FSDP in one file.
+"""Folders of `Accelerator.save_state`: plain and DDP, DeepSpeed, FSDP sharded or in one file.
 
 Accelerate has a form for each way to train. The model and its optimizer lie in them as in the formats that
 the frameworks have; beside them are schedule, loss scale, random generators, samplers and the objects that
@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.adapters.checkpoints import _accelerate_files as files
+from dynadapt.adapters.checkpoints._dcp_read import Reading
+from dynadapt.adapters.checkpoints._dcp_write import MODEL, OPTIMIZER
+from dynadapt.adapters.checkpoints._dcp_write import Writing as ShardedWriting
 from dynadapt.adapters.checkpoints._deepspeed_files import outcomes_of
 from dynadapt.adapters.checkpoints._deepspeed_open import described, writing_of
 from dynadapt.adapters.checkpoints._format import Format
@@ -41,6 +44,7 @@ _FORMS = {
     "zero2": "deepspeed",
     "zero3": "deepspeed",
     "fsdp1": "full",
+    "fsdp2": "sharded",
 }
 
 
@@ -64,6 +68,8 @@ class AccelerateDir(Format):
             own = described(path / files.DEEPSPEED)
             layout = own.written.partition("/")[2]
             own = replace(own, written=f"accelerate/{layout}" if layout else "")
+        elif form == "sharded":
+            own = _read_sharded(path)
         elif form in {"plain", "full"}:
             own = _read_whole(path, files.FULL if form == "full" else None)
         else:
@@ -88,6 +94,8 @@ class AccelerateDir(Format):
         made = Making(Path(x.path), x.dry)
         if form == "deepspeed":
             x.made = _DeepSpeed(x, keys, made)
+        elif form == "sharded":
+            x.made = _Sharded(x, keys, made)
         else:
             x.made = _Whole(x, keys, made, form)
         own: Described = x.made.described
@@ -103,7 +111,7 @@ class AccelerateDir(Format):
     ) -> tuple[Outcome, ...]:
         """Write everything that is not a tensor's bytes; says what became of the rest."""
         agree()
-        made: _DeepSpeed | _Whole = x.made
+        made: _DeepSpeed | _Sharded | _Whole = x.made
         return made.seal(scalars, aux)
 
 
@@ -126,6 +134,38 @@ def _dict_of(path: Path, name: str) -> tuple[TorchFile, dict[str, Any]]:
     if not isinstance(file.tree, dict):
         raise Refused([Finding("bad-file", file.path, "holds no state dict")])
     return file, file.tree
+
+
+def _read_sharded(path: Path) -> Described:
+    """Model and optimizer in a torch distributed checkpoint each."""
+    names = [files.SHARDED, files.SHARDED_OPTIMIZER]
+    found = Reading(path, [name for name in names if (path / name).is_dir()])
+    own = found.described()
+    return replace(own, written=own.written and f"accelerate/{own.written.partition('/')[2]}")
+
+
+class _Sharded:
+    """Torch distributed checkpoints of model and optimizer, as FSDP2 has them."""
+
+    def __init__(self, x: FileTarget, keys: tuple[KeySpec, ...], made: Making) -> None:
+        self.x, self.made = x, made
+        self.ranks = x.layout.size("dp") if x.layout is not None else 1
+        self.writings = [ShardedWriting(x, keys, files.SHARDED, frozenset({MODEL}))]
+        if x.groups or any(spec.kind == "state" for spec in keys):
+            own = ShardedWriting(x, keys, files.SHARDED_OPTIMIZER, frozenset({OPTIMIZER}))
+            self.writings.append(own)
+        rows = {file: own for each in self.writings for file, own in each.into(made).items()}
+        specs = tuple(spec for each in self.writings for spec in each.keys.values())
+        self.described = Described(specs, (), made.buffers, files=rows)
+
+    def seal(
+        self, scalars: Mapping[str, Mapping[str, int | float]], aux: Mapping[str, AuxItem]
+    ) -> tuple[Outcome, ...]:
+        """Frames and metadata of both, and Accelerate's files beside them."""
+        small = files.write_small(self.made, aux, self.ranks, scaler=True)
+        rest = {path: item for path, item in aux.items() if path not in small}
+        outcomes = [each.seal(self.made, self.x.crcs, scalars, rest) for each in self.writings]
+        return (*small.values(), *outcomes[0])
 
 
 class _DeepSpeed:
