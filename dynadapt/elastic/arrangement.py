@@ -97,6 +97,7 @@ def arranged(own: Described, target: FileTarget, source: str) -> tuple[Described
     all else), else the source's.
     """
     params = [spec for spec in own.specs if spec.key.slot == "param"]
+    target = _as_configured(own, target)
     kind = target.layout.kind if target.layout is not None else ""
     findings = [*_unordered(own, target, kind, source), *_unknown(target, params)]
     item = next((each for each in own.aux if each.path == "param_groups"), None)
@@ -110,6 +111,34 @@ def arranged(own: Described, target: FileTarget, source: str) -> tuple[Described
     place = {name: i for i, name in enumerate(target.order)}
     specs = tuple(_placed(spec, place) for spec in own.specs)
     return replace(own, specs=specs, aux=aux), replace(target, groups=groups)
+
+
+_SETTINGS = {
+    "zero1": {"round_robin": "round_robin_gradients"},
+    "zero2": {"round_robin": "round_robin_gradients"},
+    "zero3": {"sub_group_size": "sub_group_size"},
+}
+"""Options of a layout that DeepSpeed's config sets: what is written must be as the loading job's has it."""
+
+
+def _as_configured(own: Described, target: FileTarget) -> FileTarget:
+    """With the settings of the source's own config where the SPEC does not say others.
+
+    A job mostly goes on with the config that it had, and DeepSpeed does not notice flats in another order.
+    """
+    behaviour: Any = next((item.value for item in own.aux if item.path == "behaviour"), None)
+    config = behaviour.get("config") if isinstance(behaviour, dict) else None
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    if target.layout is None or not isinstance(zero, dict):
+        return target
+    options = dict(target.layout.options)
+    for option, setting in _SETTINGS.get(target.layout.kind, {}).items():
+        value: Any = zero.get(setting)
+        if option not in options and value is True:
+            options[option] = "true"
+        elif option not in options and type(value) in {int, float} and 1 <= value < 1e15:
+            options[option] = str(int(value))
+    return replace(target, layout=replace(target.layout, options=options))
 
 
 def _placed(spec: KeySpec, place: Mapping[str, int]) -> KeySpec:

@@ -56,7 +56,10 @@ def walk(
     held = job.tensors()
     answers = []
     for name in names:
-        job, held, answer = _hop(job, held, name, taken, both)
+        source = job
+        job, held, answer = _hop(source, held, name, taken, both)
+        if hasattr(source.state.model, "destroy") and "refused" not in answer:
+            source.state.model.destroy()  # hooks on gradients would hold an engine from C++
         answers.append(answer)
         taken += 1
         if "refused" in answer:

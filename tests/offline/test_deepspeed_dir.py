@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CASES = [
-    ("zero3-bf16", 2, "zero3:dp=4,sub_group_size=100", "zero3-bf16", 4),
+    ("zero3-bf16", 2, "zero3:dp=4", "zero3-bf16", 4),
     ("zero3-bf16", 4, "zero2:dp=2", "zero2-bf16", 2),
     ("zero2-bf16", 4, "zero3:dp=2,sub_group_size=100", "zero3-bf16", 2),
-    ("zero1rr-fp32", 4, "zero1:dp=2", "zero1-fp32", 2),
-    ("zero1rr-fp32", 2, "zero1:dp=4", "zero1-fp32", 4),
+    ("zero1rr-fp32", 4, "zero1:dp=2,round_robin=false", "zero1-fp32", 2),
+    ("zero1rr-fp32", 2, "zero1:dp=4", "zero1rr-fp32", 4),
     ("zero2-bf16", 2, "zero2:dp=2,round_robin=true", "zero2rr-bf16", 2),
     ("zero1acc-bf16", 2, "zero3:dp=4,sub_group_size=100", "zero3-bf16", 4),
     ("zero2-fp16", 2, "zero3:dp=2,sub_group_size=100", "zero3-fp16", 2),
@@ -36,7 +36,12 @@ CASES = [
     ("zero0fused-fp16", 2, "zero2:dp=2", "zero2-fp16", 2),
 ]
 
-MORE = {"zero3": ",sub_group_size=100", "zero1rr": ",round_robin=true", "zero0fused": ",fused=true"}
+MORE = {
+    "zero3": ",sub_group_size=100",
+    "zero1rr": ",round_robin=true",
+    "zero2": ",round_robin=false",  # what lies between had it in its config
+    "zero0fused": ",fused=true",
+}
 
 
 @pytest.mark.parametrize(("kind", "ranks", "spec", "to", "to_ranks"), CASES)
