@@ -21,7 +21,8 @@ def undo(run: Run, error: BaseException | None = None) -> None:
 
     After the commit there is nothing to undo: the other seats have gone on with the target. Raises
     `MigrationAborted` (`source-lost`) where `mode="release"` had freed source buffers that cannot be
-    given back, because a seat is gone or its target was changed; the target is then left as it is.
+    given back, because a seat is gone or its target was changed; the target is then left as it is. So it
+    does where `mode="park"` had given memory away that something else has taken since.
     """
     if run.committed:
         return
@@ -40,8 +41,22 @@ def undo(run: Run, error: BaseException | None = None) -> None:
         finally:
             if run.woken is not None:
                 run.woken.undo()
-            if run.parked is not None:
-                run.parked.restore()
+            _unpark(run)
+
+
+def _unpark(run: Run) -> None:
+    """Put a parked source back where it was, which needs the memory that it gave away meanwhile."""
+    if run.parked is None:
+        return
+    try:
+        run.parked.restore()
+    except Exception as failure:
+        seat = run.session.seat
+        cause = (
+            f"the source was parked, and cannot be put back: {failure}\nsomething else has taken the memory "
+            "that it had; go back to a checkpoint, and use mode='keep' where memory is shared"
+        )
+        raise MigrationAborted(seat, "undo", cause, reason="source-lost") from failure
 
 
 def _give_back(run: Run, error: BaseException | None) -> None:

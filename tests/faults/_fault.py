@@ -167,8 +167,10 @@ def every_fault() -> tuple[Fault, ...]:
         for rank in range(WORLD):
             add("flip", phase, call, 1, rank, MODES[(number + rank) % len(MODES)])
     for number, (phase, call) in enumerate(TIGHT):
+        # not after parking: what the source then needs back is taken by the limit as well
+        modes = MODES if phase == "prepare" else ("keep",)
         for rank in range(WORLD):
-            add("memory", phase, call, 1, rank, MODES[(number + rank) % len(MODES)])
+            add("memory", phase, call, 1, rank, modes[(number + rank) % len(modes)])
     return (*found, *_release_faults())
 
 

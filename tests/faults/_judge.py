@@ -84,8 +84,8 @@ CAUSES = {
 def _said(fault: Fault, victim: int, answer: dict[str, Any]) -> list[str]:
     """What is wrong with the one error that all ranks raised, or with its absence."""
     if "error" not in answer:
-        # who is lost after its last vote is not missed
-        after = (fault.phase, fault.call) in {("commit", "voted"), ("commit", "decide")}
+        # who is lost after its last vote is not missed; it is in the store before it is counted
+        after = fault.phase == "commit" and fault.call in {"store.add", "voted", "decide"}
         return [] if after else ["nothing was noticed"]
     found = []
     cause, reasons = CAUSES[fault.kind]
