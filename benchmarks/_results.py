@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-__all__ = ["Result", "machine", "middle", "page", "table", "write", "write_faults"]
+__all__ = ["Result", "machine", "middle", "page", "table", "write", "write_faults", "write_fuzz"]
 
 HERE = Path(__file__).resolve().parent
 PACKAGES = ("torch", "numpy", "dynadapt")
@@ -97,6 +98,15 @@ def write_faults(rows: Sequence[Mapping[str, str | int | float]]) -> None:
     _keep("faults", list(rows))
 
 
+def write_fuzz(rows: Sequence[Mapping[str, str]]) -> None:
+    """The part of `results.json` on damaged checkpoints, and the page anew. A row is one of them:
+    `format`, `kind` of damage, `outcome`; what is kept are the numbers of each.
+    """
+    counts = Counter((row["format"], row["kind"], row["outcome"]) for row in rows)
+    fields = ("format", "kind", "outcome", "count")
+    _keep("fuzz", [dict(zip(fields, (*key, n), strict=True)) for key, n in sorted(counts.items())])
+
+
 def _keep(part: str, rows: list[Any]) -> None:
     path = HERE / "results.json"
     known = json.loads(path.read_text()) if path.exists() else {}
@@ -112,6 +122,8 @@ def page(known: Mapping[str, Any]) -> list[str]:
         lines += _benchmarks(**known["benchmarks"])
     if "faults" in known:
         lines += _faults(**known["faults"])
+    if "fuzz" in known:
+        lines += _fuzz(**known["fuzz"])
     return lines[:-1]
 
 
@@ -167,6 +179,40 @@ def _faults(machine: list[str], rows: list[dict[str, Any]]) -> list[str]:
         "its twin; the target is as fresh as it was and takes the next migration).",
         "",
         *(f"- {fact}" for fact in machine),
+        "",
+        f"| {' | '.join(heads)} |",
+        f"|---|{'---:|' * (len(heads) - 1)}",
+        *table,
+        "",
+    ]
+
+
+FUZZ = ("refused", "malformed", "read", "error", "hang", "memory")
+
+
+def _fuzz(machine: list[str], rows: list[dict[str, Any]]) -> list[str]:
+    kinds = sorted({row["kind"] for row in rows})
+
+    def count(**of: str) -> int:
+        return sum(row["count"] for row in rows if all(row[k] == v for k, v in of.items()))
+
+    table = []
+    for name in (*dict.fromkeys(row["format"] for row in rows), "all"):
+        own = {} if name == "all" else {"format": name}
+        cells = [count(**own, kind=kind) for kind in kinds]
+        cells += [count(**own, outcome=outcome) for outcome in FUZZ]
+        table.append(f"| {name} | {' | '.join(map(str, cells))} |")
+    heads = ("", *kinds, *FUZZ)
+    return [
+        "## Damaged checkpoints",
+        "",
+        "Written by `python -m tests.offline.fuzz --write`: whole checkpoints with one damage each, by kind,",
+        "and what became of reading all of them. *Refused*: with the place and the reason. *Malformed*:",
+        "refused, by the net under all readers, which knows the checkpoint and not the place. *Read*: the",
+        "damage left a checkpoint that is right by all that the format tells of itself (formats without",
+        "check sums cannot tell another number from the right one). *Error*: an exception that is none of",
+        "dynadapt's. *Hang*: over ten seconds of processor time. *Memory*: over 256 MiB. The last three must",
+        "not be.",
         "",
         f"| {' | '.join(heads)} |",
         f"|---|{'---:|' * (len(heads) - 1)}",

@@ -68,8 +68,8 @@ def mapped(path: str) -> memoryview:
                         _maps.popitem(last=False)  # closed when its last view is gone
                 _maps.move_to_end(at)
                 return memoryview(found)
-    except OSError as error:
-        cause = f"cannot be read: {error.strerror or error}"
+    except (OSError, ValueError) as error:  # a name may have a zero byte
+        cause = f"cannot be read: {getattr(error, 'strerror', None) or error}"
         raise Refused([Finding("unreadable-file", path, cause)]) from error
 
 

@@ -5,6 +5,7 @@ The names are made by `_get_zero_ckpt_name` and `_get_ckpt_name` of DeepSpeed's 
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -136,7 +137,7 @@ def optimizer_states(file: TorchFile) -> dict[str, Any]:
 def model_states(file: TorchFile) -> dict[str, Any]:
     """The tree of a file of model states; raises `Refused` (`bad-file`)."""
     tree = file.tree
-    if not isinstance(tree, dict) or not isinstance(tree.get("module"), dict | None):
+    if not isinstance(tree, dict) or not isinstance(tree.get("module", 0), dict | None):
         cause = "holds no 'module': it is no file of model states"
         raise Refused([Finding("bad-file", file.path, cause)])
     return tree
@@ -175,9 +176,9 @@ def aux_items(common: Mapping[str, Any]) -> list[AuxItem]:
     )
     behaviour = {
         "framework": "deepspeed",
-        "zero_stage": int(zero.get("stage", 0)) if isinstance(zero, dict) else 0,
+        "zero_stage": int(_number(zero.get("stage"))) if isinstance(zero, dict) else 0,
         "precision": precision,
-        "gradient_clipping": float(config.get("gradient_clipping") or 0.0),
+        "gradient_clipping": _number(config.get("gradient_clipping")),
         "config": {name: v for name, v in config.items() if encodable(v)},
     }
     items.append(AuxItem("behaviour", behaviour))
@@ -196,12 +197,17 @@ def aux_items(common: Mapping[str, Any]) -> list[AuxItem]:
     return items
 
 
+def _number(value: Any) -> float:
+    """A number of a config; what is none counts as nothing, as DeepSpeed refuses to run with it."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
+
+
 def scaler_item(scaler: Any) -> AuxItem | None:
     """The `loss_scaler` of stages 1 to 3, if it does anything."""
     if not isinstance(scaler, Opaque) or not isinstance(scaler.state, dict):
         return None
     state = {name: v for name, v in scaler.state.items() if encodable(v)}
-    scale = float(state.get("cur_scale", 1.0))
+    scale = _number(state.get("cur_scale", 1.0))
     if not state.get("dynamic") and scale == 1.0:
         return None
     value = {"class": scaler.made_by.name, "scale": scale, "state": state, "override": None}

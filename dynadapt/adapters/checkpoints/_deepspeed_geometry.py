@@ -12,6 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.adapters.checkpoints._rows import Files
+from dynadapt.errors import Finding, Refused
 from dynadapt.vps.flat import FlatGroup, zero3_part, zero_group
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ __all__ = [
 ]
 
 Shapes = dict[str, tuple[int, ...]]
+
+MAX_DIMS, MAX_NUMEL = 8, 1 << 56
+"""Of a tensor: what is longer is no tensor's shape."""
 
 ALIGNMENT = 2
 """Padding of a flat of stages 1 and 2 is shorter than so many elements a rank, in every version."""
@@ -185,7 +189,17 @@ def shard_pieces(
 
 
 def shapes_of(value: Any) -> Shapes:
-    """A dict name -> `torch.Size`, as plain tuples."""
+    """A dict name -> `torch.Size`, as plain tuples; raises `Refused` (`bad-file`) for what is no shape."""
     if not isinstance(value, dict):
         return {}
-    return {str(name): tuple(int(n) for n in shape) for name, shape in value.items()}
+    bad = [
+        Finding("bad-file", str(name), f"is listed with {str(shape)[:80]}, which is no shape")
+        for name, shape in value.items()
+        if not isinstance(shape, tuple | list)
+        or len(shape) > MAX_DIMS
+        or any(type(n) is not int or n < 0 for n in shape)
+        or prod(shape) > MAX_NUMEL
+    ]
+    if bad:
+        raise Refused(bad)
+    return {str(name): tuple(shape) for name, shape in value.items()}

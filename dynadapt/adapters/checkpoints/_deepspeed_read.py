@@ -50,7 +50,7 @@ class Reading(ABC):
         self.files = Files(str(folder.root))
         self.specs: dict[Key, KeySpec] = {}
         self.scalars: dict[str, dict[str, int | float]] = {}
-        self.module: dict[str, Any] = folder.common["module"] or {}
+        self.module: Mapping[str, Any] = options_of(folder.common, "module")
         self.buffer_names = buffers_of(folder)
         self.aliases = aliases_of(folder.common) or ties_of(self.module)
         self.tied = {alias for own in self.aliases.values() for alias in own}
@@ -126,7 +126,7 @@ class Reading(ABC):
             lost = [name for name in self.module if name not in known]
             self.files.findings += [Finding("missing-key", name, cause, fix) for name in lost]
         for rank, file in enumerate(self.folder.model):
-            fragments = file.tree.get("frozen_param_fragments") or {}
+            fragments = options_of(file.tree, "frozen_param_fragments")
             for name, tensor in fragments.items():
                 if not isinstance(tensor, StoredTensor) or name not in shapes:
                     continue
@@ -142,7 +142,7 @@ class Reading(ABC):
     def _module(self) -> None:
         """Buffers, and below stage 3 the copies that training computes with."""
         for rank, file in enumerate(self.folder.model):
-            for name, tensor in (file.tree.get("module") or {}).items():
+            for name, tensor in options_of(file.tree, "module").items():
                 if not isinstance(tensor, StoredTensor) or name in self.tied:
                     continue
                 if name in self.buffer_names:
@@ -222,8 +222,11 @@ class Flats(Reading):
             return dict(enumerate(base)), []
         if not isinstance(base, dict):
             return {}, []
-        found = base.get("param_groups")
-        return options_of(base, "state"), found if isinstance(found, list) else []
+        found = base.get("param_groups") or []
+        if not isinstance(found, list) or not all(isinstance(group, dict) for group in found):
+            cause = "its param_groups are no list of dicts"
+            raise Refused([Finding("bad-file", self.folder.optim[0].path, cause)])
+        return options_of(base, "state"), found
 
     def _zero12(self, groups: Sequence[Shapes]) -> list[AuxItem]:
         # The list is in the order of the flats, which round_robin_gradients has changed already.
@@ -271,7 +274,7 @@ class Flats(Reading):
         for i, group in enumerate(param_groups):
             for flat in group.get("params", ()):
                 number_of |= {name: i for name, at in where.items() if at == flat}
-        found: list[Shapes] = [{} for _ in param_groups]
+        found: list[Shapes] = [{} for _ in param_groups] or [{}]
         for own in groups:
             for name, shape in own.items():
                 found[number_of.get(name, 0)][name] = shape

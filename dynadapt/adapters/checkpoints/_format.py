@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import Described, FileTarget, alone
 
 if TYPE_CHECKING:
     from dynadapt.protocols import Agree
 
 __all__ = ["Format", "named_folder"]
+
+_MALFORMED = (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError)
+"""What reading a value of another type or size than it should have ends in. Readers look for what is
+likely to be wrong and name its place; this is for the rest."""
 
 
 class Format:
@@ -22,7 +28,14 @@ class Format:
 
     def describe(self, x: Any) -> Described:
         """Who holds what: every file is an endpoint. Raises `Refused` with all that is wrong."""
-        return Described((), (), {}) if isinstance(x, FileTarget) else self.read(Path(x))
+        if isinstance(x, FileTarget):
+            return Described((), (), {})
+        try:
+            return self.read(Path(x))
+        except _MALFORMED as error:
+            cause = f"its content is not what the format has: {type(error).__name__}: {error}"[:300]
+            fix = "it may be damaged: copy it again"
+            raise Refused([Finding("malformed", str(x), cause, fix)]) from error
 
     def read(self, path: Path) -> Described:
         """The same of a checkpoint that is there: each format's own."""
@@ -40,4 +53,4 @@ def named_folder(path: Path, pointer: str) -> Path | None:
         return None
     if not tag or Path(tag).name != tag or tag in {".", ".."} or "\0" in tag:
         return None
-    return path / tag if (path / tag).is_dir() else None
+    return path / tag if os.path.isdir(path / tag) else None  # False for a name that is too long

@@ -298,6 +298,54 @@ class _Reader(pickle._Unpickler):
         dispatch[_op[0]] = _refused
 
 
+NESTED = 100
+"""Containers inside one another: torch and its frameworks write less than twenty."""
+
+
+def _prove_finite(value: Any, most: int) -> None:
+    """Whoever walks through the value comes to an end: it is no deeper, and has no more parts.
+
+    A pickle of some bytes can hold a list of itself, or thirty lists of two times the one before. What is
+    inside an `Opaque` is looked at by itself, since nobody walks into one unasked.
+    """
+    sizes: dict[int, int] = {}  # by identity
+    under_way: dict[int, int] = {}  # what is being counted, and in which `Opaque` it is
+    stack: list[tuple[Any, int, int, bool]] = [(value, 0, 0, False)]
+    while stack:
+        node, depth, owner, counted = stack.pop()
+        parts = _parts(node)
+        at = id(node)
+        if parts is None or (at in sizes and not counted):
+            continue
+        if counted:
+            del under_way[at]
+            sizes[at] = 1 + sum(sizes.get(id(part), 1) for part in parts)
+            if isinstance(node, Opaque):
+                sizes[at] = 1
+            elif sizes[at] > most:
+                raise ValueError(f"{sizes[at]:,} values, by way of lists that are shared")
+        elif under_way.get(at) == owner and not isinstance(node, Opaque):
+            raise ValueError("a value that holds itself")
+        elif at not in under_way:
+            if depth > NESTED:
+                raise ValueError(f"values inside one another, more than {NESTED} deep")
+            under_way[at] = owner
+            stack.append((node, depth, owner, True))
+            below = (0, at) if isinstance(node, Opaque) else (depth + 1, owner)
+            stack += [(part, *below, False) for part in parts]
+
+
+def _parts(node: Any) -> list[Any] | None:
+    """What a container holds; None for anything else."""
+    if isinstance(node, dict):
+        return [*node.keys(), *node.values()]
+    if isinstance(node, list | tuple | set | frozenset):
+        return [*node]
+    if isinstance(node, Opaque):
+        return [node.args, node.kwargs, node.state, node.items, node.elements]
+    return None
+
+
 def read_pickle(data: bytes, where: str) -> Any:
     """The value of a pickle, as data. `where` names it in errors; raises `Refused` (`bad-pickle`).
 
@@ -307,8 +355,13 @@ def read_pickle(data: bytes, where: str) -> Any:
     Global(module='_io', name='StringIO')
     """
     try:
-        return _Reader(data).load()
+        value = _Reader(data).load()
+        _prove_finite(value, 100 * len(data))
+    except (MemoryError, RecursionError) as error:
+        cause = "holds a pickle that asks for more than its size can be worth"
+        raise Refused([Finding("bad-pickle", where, cause)]) from error
     except Exception as error:
         cause = f"holds no pickle that can be read: {type(error).__name__}: {str(error)[:120]}"
         fix = "it may be damaged: copy it again"
         raise Refused([Finding("bad-pickle", where, cause, fix)]) from error
+    return value

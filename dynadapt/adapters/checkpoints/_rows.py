@@ -42,8 +42,7 @@ class Files:
     def buffer(self, file: TorchFile, tensor: StoredTensor) -> str:
         """The id of the storage behind a tensor, seen in its dtype."""
         name = f"{self.inside(file)}#{tensor.storage.name}:{tensor.dtype}"
-        if name not in self.buffers:
-            self.buffers[name] = file.buffer(tensor)
+        self.buffers[name] = file.buffer(tensor)  # which proves that this tensor lies in it
         self.rows.setdefault(self.inside(file), [])
         return name
 

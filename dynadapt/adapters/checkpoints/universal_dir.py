@@ -183,7 +183,7 @@ def _read(root: Path) -> Described:
         groups = [geometry.undealt(own, max(ranks, 1)) for own in groups]
     shapes = {name: shape for own in groups for name, shape in own.items()}
     aliases = aliases_of(common)
-    module = common["module"] or {}
+    module = options_of(common, "module")
     buffer_names = set(common.get("buffer_names") or ())
     params = [n for n in module if n not in buffer_names]
     order = {name: i for i, name in enumerate(params)}
@@ -260,6 +260,8 @@ def _optimizer(root: Path, groups: Sequence[geometry.Shapes]) -> list[AuxItem]:
     if not path.is_file():
         return []
     tree = read_torch(str(path)).tree
-    base = tree.get("optimizer_state_dict") if isinstance(tree, dict) else None
-    found = (base or {}).get("param_groups") or tree.get("param_groups") or []
+    if not isinstance(tree, dict):
+        raise Refused([Finding("bad-file", str(path), "is no file of optimizer states")])
+    found = options_of(tree, "optimizer_state_dict").get("param_groups") or tree.get("param_groups")
+    found = [own for own in found if isinstance(own, dict)] if isinstance(found, list) else []
     return [hyper_item(groups, found)] if len(found) == len(groups) else []
