@@ -10,6 +10,8 @@ from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import Described, FileTarget, alone
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from dynadapt.protocols import Agree
 
 __all__ = ["Format", "named_folder"]
@@ -31,11 +33,15 @@ class Format:
         if isinstance(x, FileTarget):
             return Described((), (), {})
         try:
-            return self.read(Path(x))
+            own = self.read(Path(x))
+            findings = [*_amiss(own)]
         except _MALFORMED as error:
             cause = f"its content is not what the format has: {type(error).__name__}: {error}"[:300]
             fix = "it may be damaged: copy it again"
             raise Refused([Finding("malformed", str(x), cause, fix)]) from error
+        if findings:
+            raise Refused(findings)
+        return own
 
     def read(self, path: Path) -> Described:
         """The same of a checkpoint that is there: each format's own."""
@@ -43,6 +49,19 @@ class Format:
 
     def abandon(self, x: Any) -> None:
         """Whoever made the folder removes it."""
+
+
+def _amiss(own: Described) -> Iterator[Finding]:
+    """Names that are no text, and tensors that leave their storage: nobody after this looks again."""
+    fix = "it may be damaged: copy it again"
+    for spec in own.specs:
+        if not all(isinstance(name, str) for name in (*spec.key, *spec.aliases)):
+            yield Finding("malformed", str(spec.key)[:80], "a name that is no text", fix)
+    for rows in own.files.values():
+        for row in rows:
+            if row.box.volume and row.last >= own.buffers[row.buffer].numel:
+                cause = f"its elements {row.box} lie outside of their storage"
+                yield Finding("malformed", str(row.key)[:80], cause, fix)
 
 
 def named_folder(path: Path, pointer: str) -> Path | None:
