@@ -15,12 +15,11 @@ from dynadapt.elastic.budget import Budget
 from dynadapt.elastic.checkpoint import Checkpoint, open_checkpoint
 from dynadapt.elastic.ranks import Ranks
 from dynadapt.elastic.selection import Selection
-from dynadapt.elastic.targets import target_of
+from dynadapt.elastic.targets import file_options, target_of
 from dynadapt.errors import Finding, Refused
-from dynadapt.vps.keys import ITEMSIZE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from dynadapt.elastic.comparison import Comparison
     from dynadapt.elastic.conversion import ConversionReport
@@ -114,22 +113,14 @@ def convert(
         like=like,
         order=order,
         groups=groups,
-        selection=Selection(
-            include=tuple(include),
-            exclude=tuple(exclude),
-            strip_prefix=strip_prefix,
-            add_prefix=add_prefix,
-            weights_only=weights_only,
-        ),
-        dtype=dtype,
-        keep_dtype=keep_dtype,
-        max_shard_size=max_shard_size,
+        selection=_selection(include, exclude, strip_prefix, add_prefix, weights_only),
+        options=file_options(dtype, keep_dtype, max_shard_size),
     )
     return conversion.convert(
         source,
         wanted,
         selection=chosen,
-        narrow="allow" if dtype is not None else "if-exact",
+        narrow=_narrow(dtype),
         verify=verify,
         force=force,
         resume=resume,
@@ -175,19 +166,27 @@ def plan(
         like=like,
         order=order,
         groups=groups,
-        selection=Selection(
-            include=tuple(include),
-            exclude=tuple(exclude),
-            strip_prefix=strip_prefix,
-            add_prefix=add_prefix,
-            weights_only=weights_only,
-        ),
-        dtype=dtype,
-        keep_dtype=keep_dtype,
-        max_shard_size=max_shard_size,
+        selection=_selection(include, exclude, strip_prefix, add_prefix, weights_only),
+        options=file_options(dtype, keep_dtype, max_shard_size),
     )
-    narrow: Narrow = "allow" if dtype is not None else "if-exact"
-    return conversion_plan.plan(source, wanted, selection=chosen, narrow=narrow, threads=threads)
+    return conversion_plan.plan(
+        source, wanted, selection=chosen, narrow=_narrow(dtype), threads=threads
+    )
+
+
+def _selection(
+    include: Sequence[str],
+    exclude: Sequence[str],
+    strip_prefix: str = "",
+    add_prefix: str = "",
+    weights_only: bool = False,
+) -> Selection:
+    return Selection(tuple(include), tuple(exclude), strip_prefix, add_prefix, weights_only)
+
+
+def _narrow(dtype: str | None) -> Narrow:
+    """Who asks for a dtype asks for its rounding, too."""
+    return "if-exact" if dtype is None else "allow"
 
 
 def _wanted(
@@ -198,18 +197,9 @@ def _wanted(
     order: Sequence[str],
     groups: Sequence[Sequence[str]],
     selection: Selection,
-    dtype: str | None,
-    keep_dtype: Sequence[str],
-    max_shard_size: int | None,
+    options: Mapping[str, Any],
 ) -> tuple[FileTarget, Selection]:
     """The target that arguments mean, and what of the source goes there."""
-    options: dict[str, Any] = {}
-    if max_shard_size is not None:
-        options["max_shard_size"] = max_shard_size
-    if dtype is not None:
-        if dtype not in ITEMSIZE:
-            raise Refused([Finding("bad-argument", f"dtype {dtype}", "there is no such dtype")])
-        options |= {"dtype": dtype, "keep_dtype": tuple(keep_dtype)}
     known_order, known_groups = tuple(order), tuple(map(tuple, groups))
     if like is not None:
         text, its_order, its_groups = arrangement.like(_opened(like))
@@ -252,7 +242,7 @@ def diff(
     >>> found.same, found.tensors[0].max_abs, diff(at / "a.safetensors", at / "b.safetensors", atol=1).same
     (False, 1.0, True)
     """
-    chosen = Selection(include=tuple(include), exclude=tuple(exclude), weights_only=weights_only)
+    chosen = _selection(include, exclude, weights_only=weights_only)
     return comparison.compare(
         _opened(a),
         _opened(b),

@@ -82,8 +82,11 @@ def like(found: Checkpoint) -> tuple[str, tuple[str, ...], Groups]:
         raise Refused([Finding("bad-spec", found.path, cause, "say --to")])
     params = [spec for spec in own.specs if spec.key.slot == "param"]
     order = [s.key.name for s in sorted(params, key=lambda s: s.order)] if own.ordered else []
-    item = found.aux.get("param_groups")
-    return own.written, tuple(order), _of_item(item)
+    return own.written, tuple(order), _of_item(_item(own, "param_groups"))
+
+
+def _item(own: Described, path: str) -> AuxItem | None:
+    return next((item for item in own.aux if item.path == path), None)
 
 
 def _of_item(item: AuxItem | None) -> Groups:
@@ -100,7 +103,7 @@ def arranged(own: Described, target: FileTarget, source: str) -> tuple[Described
     target = _as_configured(own, target)
     kind = target.layout.kind if target.layout is not None else ""
     findings = [*_unordered(own, target, kind, source), *_unknown(target, params)]
-    item = next((each for each in own.aux if each.path == "param_groups"), None)
+    item = _item(own, "param_groups")
     groups = target.groups or _asked(target, params) or _of_item(item)
     if item is not None and groups != _of_item(item):
         item, unlike = _regrouped(item, groups, {a for s in params for a in s.aliases})
@@ -126,8 +129,9 @@ def _as_configured(own: Described, target: FileTarget) -> FileTarget:
 
     A job mostly goes on with the config that it had, and DeepSpeed does not notice flats in another order.
     """
-    behaviour: Any = next((item.value for item in own.aux if item.path == "behaviour"), None)
-    config = behaviour.get("config") if isinstance(behaviour, dict) else None
+    behaviour = _item(own, "behaviour")
+    known = behaviour.value if behaviour is not None else None
+    config = known.get("config") if isinstance(known, dict) else None
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     if target.layout is None or not isinstance(zero, dict):
         return target

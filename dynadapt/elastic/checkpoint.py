@@ -117,6 +117,10 @@ class Checkpoint:
 
     def problems(self) -> tuple[Finding, ...]:
         """What is missing of it: elements that no file holds."""
+        return self._problems
+
+    @cached_property
+    def _problems(self) -> tuple[Finding, ...]:
         return cover.prove(self.layout)
 
     def sums(

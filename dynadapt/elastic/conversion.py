@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from dynadapt.elastic.selection import Selection
-    from dynadapt.protocols import Adapter, AuxItem, Described
+    from dynadapt.protocols import Adapter, Described
     from dynadapt.transport.plan import Match, Narrow
     from dynadapt.vps.layout import RowLayout
 
-__all__ = ["ConversionReport", "convert", "copies", "grouped", "laid_out"]
+__all__ = ["ConversionReport", "chosen_of", "convert", "copies", "laid_out", "left_out"]
 
 
 @dataclass(frozen=True)
@@ -120,12 +120,7 @@ def convert(
     if ours == theirs or ours in theirs.parents or theirs in ours.parents:
         cause = "is the source itself, or one lies inside the other"
         raise Refused([Finding("target-exists", str(place.path), cause, "choose another place")])
-    problems = source.problems()
-    if problems:
-        raise Refused(problems)
-    own = source.own if selection is None else selection.of(source.own)
-    own, target = arranged(own, target, source.path)
-    layout = layout_of(own)
+    own, target, layout = chosen_of(source, target, selection)
     what = identity(Path(source.path), target, selection, narrow)
     job = _Job(source, own, layout, target, place, what, narrow, threads, budget or Budget(), ranks)
     if ranks is not None and ranks.rank:
@@ -167,12 +162,23 @@ def convert(
     return replace(report, target=str(place.path), seconds=clock.seconds)
 
 
+def chosen_of(
+    source: Checkpoint, target: FileTarget, selection: Selection | None
+) -> tuple[Described, FileTarget, RowLayout]:
+    """What of a whole source is meant, arranged for the target; raises `Refused` with all that is amiss."""
+    problems = source.problems()
+    if problems:
+        raise Refused(problems)
+    own = source.own if selection is None else selection.of(source.own)
+    own, target = arranged(own, target, source.path)
+    return own, target, layout_of(own)
+
+
 def laid_out(
     own: Described, layout: RowLayout, work: FileTarget, narrow: Narrow
 ) -> tuple[Adapter, Described, RowLayout, Match]:
     """The target's files, made unless dry, and what of the source goes where in them. Raises `Refused`."""
     writer = adapter_for(work)
-    grouped(work, {item.path: item for item in own.aux})
     made = writer.prepare(work, layout.keys)
     there = layout_of(made)
     matched = match(layout.keys, there.keys, Options(narrow=narrow, allow=frozenset({"extra"})))
@@ -221,11 +227,9 @@ class _Job:
         outcomes = writer.finish(work, layout.keys, own.scalars, aux)
         clock.lap("finish")
         kept = {pair.target.key for pair in matched.pairs}
-        serving = {pair.source.key for pair in matched.pairs}
         outcomes += tuple(
-            Outcome(str(spec.key), "dropped", "the target has no place for it")
-            for spec in layout.keys
-            if spec.moves and spec.key not in serving
+            Outcome(key, "dropped", "the target has no place for it")
+            for key in left_out(layout, matched)
         )
         if verify:
             _verify(str(work.path), streamed.sums, kept, effort)
@@ -366,11 +370,10 @@ def _bring_along(source: Path, target: Path) -> None:
             shutil.copy2(path, target / path.name)
 
 
-def grouped(x: FileTarget, aux: Mapping[str, AuxItem]) -> None:
-    """Tell a target the source's param groups, unless somebody told it others."""
-    item = aux.get("param_groups")
-    if item is not None and not x.groups:
-        x.groups = tuple(tuple(group["names"]) for group in item.value)
+def left_out(source: RowLayout, matched: Match) -> tuple[str, ...]:
+    """Keys of the source that go nowhere."""
+    serving = {pair.source.key for pair in matched.pairs}
+    return tuple(str(s.key) for s in source.keys if s.moves and s.key not in serving)
 
 
 def copies(source: RowLayout, target: RowLayout) -> list[Pair]:

@@ -6,11 +6,8 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from dynadapt.elastic.arrangement import arranged
 from dynadapt.elastic.budget import thread_bytes
-from dynadapt.elastic.checkpoint import layout_of
-from dynadapt.elastic.conversion import laid_out
-from dynadapt.errors import Refused
+from dynadapt.elastic.conversion import chosen_of, laid_out, left_out
 from dynadapt.transport.certificate import weighted_sum
 from dynadapt.transport.stream import PIECE
 from dynadapt.vps.box import Box
@@ -83,20 +80,14 @@ def plan(
 
     Whether values fit a smaller dtype is known only when they are read: `convert` may refuse that later.
     """
-    problems = source.problems()
-    if problems:
-        raise Refused(problems)
-    own = source.own if selection is None else selection.of(source.own)
-    own, target = arranged(own, target, source.path)
-    layout = layout_of(own)
+    own, target, layout = chosen_of(source, target, selection)
     _, made, there, matched = laid_out(own, layout, replace(target, dry=True), narrow)
     sizes: dict[str, int] = {}
     for name, buffer in made.buffers.items():
         file = name.partition("#")[0]
         sizes[file] = sizes.get(file, 0) + buffer.nbytes  # type: ignore[attr-defined]
-    copies = {Key(s.key.name, s.key.slot) for s in there.keys if s.derived}
     pairs = [p for p in matched.pairs if not p.fill]
-    state = sum(p.target.nbytes for p in pairs if p.target.key not in copies)
+    state = sum(p.target.nbytes for p in pairs if not p.target.derived)
     from_source = {p.target.key: itemsize(p.source.dtype) for p in pairs}
     read = sum(
         row.box.volume * from_source.get(row.key, 0)
@@ -105,7 +96,6 @@ def plan(
     )
     written = sum(sizes.values())
     rate = _rate(own.buffers)  # type: ignore[arg-type]  # they are files
-    serving = {pair.source.key for pair in matched.pairs}
     return ConversionPlan(
         source=source.path,
         format=target.format,
@@ -118,7 +108,7 @@ def plan(
         peak_bytes=threads * thread_bytes(PIECE),
         # once through to write, once to read back and compare
         seconds=(read + written) / (rate * threads) + written / DISK,
-        dropped=tuple(str(s.key) for s in layout.keys if s.moves and s.key not in serving),
+        dropped=left_out(layout, matched),
     )
 
 
@@ -126,7 +116,7 @@ def _rate(buffers: Mapping[str, FileBuffer]) -> float:
     """Bytes a second of one thread that reads and sums some of the source."""
     left, seconds = PROBE, 1e-9
     for buffer in buffers.values():
-        array = buffer.array()[: max(left // max(buffer.nbytes // max(buffer.numel, 1), 1), 0)]
+        array = buffer.array()[: left // itemsize(buffer.dtype)]
         began = time.perf_counter()
         for at in range(0, array.size, 1 << 17):
             piece = array[at : at + (1 << 17)]

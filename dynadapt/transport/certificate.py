@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from dynadapt.vps.box import Box
     from dynadapt.vps.keys import Key, KeySpec
 
-__all__ = ["fingerprint", "key_seed", "weighted_sum", "word_weights"]
+__all__ = ["MASK", "fingerprint", "key_seed", "weighted_sum", "word_weights"]
 
-_MASK = (1 << 64) - 1
+MASK = (1 << 64) - 1
+"""Sums are kept to 64 bits."""
+
 _DIGIT = 12
 _BLOCK = 1 << 17
 """Elements hashed at a time: the widened words stay in the cache."""
@@ -59,7 +61,7 @@ def key_seed(name: str, slot: str) -> int:
 
 def _table(seed: int, dim: int, digit: int, start: int, stop: int) -> NDArray[np.uint64]:
     """Odd weights of the digit values `[start, stop)`."""
-    salt = (seed + (dim * 4 + digit + 1) * 0xD1342543DE82EF95) & _MASK
+    salt = (seed + (dim * 4 + digit + 1) * 0xD1342543DE82EF95) & MASK
     values = np.arange(start, stop, dtype=np.uint64)
     values *= np.uint64(0x9E3779B97F4A7C15)
     values += np.uint64(salt)
@@ -145,7 +147,7 @@ def _sum(array: NDArray[Any], weights: Sequence[NDArray[np.uint64]], seed: int) 
     inner = prod(array.shape[1:])
     if inner > _BLOCK:
         slabs = zip(weights[0], array, strict=True)
-        return sum(int(w) * _sum(slab, weights[1:], seed) for w, slab in slabs) & _MASK
+        return sum(int(w) * _sum(slab, weights[1:], seed) for w, slab in slabs) & MASK
     first, dims, size = weights[0], list(weights[1:]), array.dtype.itemsize
     if size > 4:
         dims.append(word_weights(seed, size // 4))
@@ -165,7 +167,7 @@ def _sum(array: NDArray[Any], weights: Sequence[NDArray[np.uint64]], seed: int) 
         for weight in (*reversed(dims), own):
             sums = _product(sums.reshape(-1, weight.size), weight)
         total += int(sums[0])
-    return total & _MASK
+    return total & MASK
 
 
 def _product(rows: NDArray[np.uint64], weights: NDArray[np.uint64]) -> NDArray[np.uint64]:

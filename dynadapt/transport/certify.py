@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dynadapt.errors import Finding
-from dynadapt.transport.certificate import key_seed
-from dynadapt.transport.hashing import MASK, Wanted, acts_for, hash_of
+from dynadapt.transport.certificate import MASK, key_seed
+from dynadapt.transport.hashing import Wanted, acts_for, hash_of
 from dynadapt.transport.locate import LIMIT, Claim, Contest, Difference, first_differences
 from dynadapt.vps.box import Box, atoms
 

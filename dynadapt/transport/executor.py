@@ -250,8 +250,7 @@ class _Run:
         for message in out:
             for piece in message.pieces:
                 if piece.at >= 0:
-                    staged = self._staged(half, piece)
-                    self._copy(piece.view, staged, piece.move)
+                    self._copy(piece.view, self._staged(half, piece), piece.move)
             sends.append((message.peer, self._bytes(half, message)))
         held = sum(stage.numel() for stage in self._stages)
         self.moved.peak_staging = max(self.moved.peak_staging, held)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dynadapt.transport._torch import as_words, cast_into, dtype_name, torch_dtype
-from dynadapt.transport.certificate import weighted_sum
+from dynadapt.transport.certificate import MASK, weighted_sum
 from dynadapt.vps.box import Box
 from dynadapt.vps.keys import itemsize
 
@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from dynadapt.transport.executor import Storage
     from dynadapt.vps.keys import Key, KeySpec
 
-__all__ = ["MASK", "PIECE", "Wanted", "acts_for", "hash_of", "scratch_bytes"]
+__all__ = ["PIECE", "Wanted", "acts_for", "hash_of", "scratch_bytes"]
 
-MASK = (1 << 64) - 1
 PIECE = 1 << 20
 """Elements that are cast, or copied from a device, at a time."""
 

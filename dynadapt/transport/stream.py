@@ -20,7 +20,7 @@ import numpy as np
 from dynadapt.errors import Finding, Refused
 from dynadapt.files import FileBuffer, raw_dtype, unwritable
 from dynadapt.transport.casts import cast, same_values
-from dynadapt.transport.certificate import weighted_sum
+from dynadapt.transport.certificate import MASK, weighted_sum
 from dynadapt.vps.box import Box, atoms, row_major_strides, uncovered
 from dynadapt.vps.keys import itemsize
 
@@ -47,8 +47,6 @@ __all__ = [
 
 PIECE = 768 << 10
 """Bytes of one write."""
-
-_MASK = (1 << 64) - 1
 
 
 MARK = 64 << 20
@@ -248,7 +246,7 @@ def _total(
             whole = (row.key, row.box)
             if whole not in counted:  # else a replica: every element counts once
                 counted.add(whole)
-                done.sums[row.key] = (done.sums.get(row.key, 0) + value) & _MASK
+                done.sums[row.key] = (done.sums.get(row.key, 0) + value) & MASK
     return done
 
 
@@ -322,7 +320,7 @@ class _Writer:
                         read += box.volume * itemsize(pair.source.dtype)
                         if self._on_bytes is not None:
                             self._on_bytes(len(data))
-                sums.append(total & _MASK)
+                sums.append(total & MASK)
                 if self._on_mark is not None and at * size - marked >= MARK:
                     marked = at * size
                     self._on_mark(name, Progress(tuple(sums), marked, crc, read))
@@ -437,7 +435,7 @@ def key_sums(
         total, array = 0, sources.array(row)
         for part in boxes_of(box, max(piece // array.itemsize, 1)):
             total += weighted_sum(view_of(array, row, part), part, row.key)
-        return total & _MASK
+        return total & MASK
 
     def key_of(at: int) -> tuple[Key, int, list[Finding]]:
         spec = layout.keys[at]
@@ -460,7 +458,7 @@ def key_sums(
             rows = sources.rows(key, Box.whole(spec.shape))
             for cell, numbers in atoms(row.box for row in rows):
                 total += one(rows[numbers[0]], cell)
-        return key, total & _MASK, drifted
+        return key, total & MASK, drifted
 
     moving = [i for i, s in enumerate(layout.keys) if s.numel and s.presence == "present"]
     moving.sort(key=lambda i: -layout.keys[i].nbytes)

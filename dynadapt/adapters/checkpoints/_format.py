@@ -22,7 +22,21 @@ likely to be wrong and name its place; this is for the rest."""
 
 
 class Format:
-    """An adapter whose endpoints are files, without its own `accepts`, `prepare` and `finish`."""
+    """An adapter whose endpoints are files, without its own `holds`, `read`, `prepare` and `finish`."""
+
+    name: str
+
+    @classmethod
+    def accepts(cls, x: Any) -> bool:
+        """A target of this format, or a path to a checkpoint that is of it."""
+        if isinstance(x, FileTarget):
+            return x.format == cls.name
+        return isinstance(x, str | Path) and cls.holds(Path(x))
+
+    @staticmethod
+    def holds(path: Path) -> bool:
+        """Whether what is at a path is of this format, by names alone: each format's own."""
+        raise NotImplementedError
 
     def quiesce(self, x: Any, agree: Agree = alone) -> None:
         """Files are at rest."""

@@ -54,11 +54,9 @@ class AccelerateDir(Format):
     name = "accelerate"
 
     @staticmethod
-    def accepts(x: Any) -> bool:
+    def holds(path: Path) -> bool:
         """A folder with files of Accelerate's names."""
-        if isinstance(x, FileTarget):
-            return x.format == "accelerate"
-        return isinstance(x, str | Path) and files.form_of(Path(x)) is not None
+        return files.form_of(path) is not None
 
     def read(self, path: Path) -> Described:
         """See `Format.describe`."""

@@ -7,7 +7,7 @@ dict of tensors. The format does not say which tensors are tied and which are bu
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dynadapt.adapters.checkpoints._dcp_metadata import metadata_files
 from dynadapt.adapters.checkpoints._dcp_read import Reading
@@ -31,13 +31,11 @@ class DcpDir(Format):
     name = "dcp"
 
     @staticmethod
-    def accepts(x: Any) -> bool:
+    def holds(path: Path) -> bool:
         """A folder with `.metadata`, or with `.distcp` files and without it."""
-        if isinstance(x, FileTarget):
-            return x.format == "dcp"
-        if not isinstance(x, str | Path) or not Path(x).is_dir():
+        if not path.is_dir():
             return False
-        return bool(metadata_files(Path(x))) or any(Path(x).glob("*.distcp"))
+        return bool(metadata_files(path)) or any(path.glob("*.distcp"))
 
     def read(self, path: Path) -> Described:
         """See `Format.describe`."""

@@ -7,7 +7,7 @@ lie), `_deepspeed_read` and `_deepspeed_read0` (which key each part of a file is
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dynadapt.adapters.checkpoints._deepspeed_files import outcomes_of, tag_folder
 from dynadapt.adapters.checkpoints._deepspeed_open import described, writing_of
@@ -31,11 +31,9 @@ class DeepSpeedDir(Format):
     name = "deepspeed"
 
     @staticmethod
-    def accepts(x: Any) -> bool:
+    def holds(path: Path) -> bool:
         """A folder with files of DeepSpeed's names, or with a `latest` that leads to one."""
-        if isinstance(x, FileTarget):
-            return x.format == "deepspeed"
-        return isinstance(x, str | Path) and tag_folder(Path(x)) is not None
+        return tag_folder(path) is not None
 
     def read(self, path: Path) -> Described:
         """See `Format.describe`."""

@@ -12,7 +12,7 @@ import json
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dynadapt.adapters.checkpoints._format import Format
 from dynadapt.adapters.checkpoints._hf_index import broken_promises, weight_map
@@ -45,13 +45,8 @@ class SafetensorsDir(Format):
     name = "safetensors"
 
     @staticmethod
-    def accepts(x: Any) -> bool:
-        """A folder with safetensors files, one such file, or a target of this format."""
-        if isinstance(x, FileTarget):
-            return x.format == "safetensors"
-        if not isinstance(x, str | Path):
-            return False
-        path = Path(x)
+    def holds(path: Path) -> bool:
+        """A folder with safetensors files, or one such file."""
         return path.suffix == ".safetensors" or bool(_files(path))
 
     def read(self, path: Path) -> Described:

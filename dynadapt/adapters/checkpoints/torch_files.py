@@ -53,13 +53,8 @@ class TorchFiles(Format):
     name = "torch"
 
     @staticmethod
-    def accepts(x: Any) -> bool:
+    def holds(path: Path) -> bool:
         """A file with a usual ending, or a folder with `checkpoint.pt` or `pytorch_model.bin`."""
-        if isinstance(x, FileTarget):
-            return x.format == "torch"
-        if not isinstance(x, str | Path):
-            return False
-        path = Path(x)
         return (path.suffix in SUFFIXES and path.is_file()) or bool(_files(path))
 
     def read(self, path: Path) -> Described:

@@ -11,7 +11,7 @@ import struct
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dynadapt.adapters.checkpoints import _deepspeed_geometry as geometry
 from dynadapt.adapters.checkpoints import _deepspeed_trees as trees
@@ -56,11 +56,9 @@ class UniversalDir(Format):
     name = "universal"
 
     @staticmethod
-    def accepts(x: Any) -> bool:
+    def holds(path: Path) -> bool:
         """A folder with `zero/`, or with a `latest_universal` that leads to one."""
-        if isinstance(x, FileTarget):
-            return x.format == "universal"
-        return isinstance(x, str | Path) and _folder(Path(x)) is not None
+        return _folder(path) is not None
 
     def read(self, path: Path) -> Described:
         """See `Format.describe`."""
