@@ -37,7 +37,7 @@ class Recipe:
 
 
 def _even(model: nn.Module) -> list[dict[str, Any]]:
-    params = [p for p in model.parameters() if p.requires_grad]
+    params = [p for _, p in model.named_parameters() if p.requires_grad]
     return [{"params": params, "weight_decay": 0.1}]
 
 
