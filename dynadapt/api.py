@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from dynadapt.elastic import migration
+from dynadapt.elastic.arrangement import source_of
 from dynadapt.elastic.outcome import printed
 from dynadapt.elastic.settings import DEFAULT_BUDGET, Settings
 from dynadapt.elastic.state import fingerprint_of, side_of
 from dynadapt.elastic.targets import file_options, target_of
 from dynadapt.elastic.worlds import current_session
 from dynadapt.errors import Refused
-from dynadapt.protocols import FileTarget, TrainState
+from dynadapt.protocols import FileSource, FileTarget, TrainState
 from dynadapt.transport.control import Timeouts
 from dynadapt.vps.box import Box
 
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from dynadapt.vps.model_shape import State as Slot
     from dynadapt.vps.tensor_map import TensorMap
     from dynadapt.vps.tp_rules import TpRules
+
+    Model = str | os.PathLike[str] | nn.Module
 
 __all__ = ["declare", "describe", "fingerprint", "load", "migrate", "plan", "save", "simulate"]
 
@@ -103,6 +106,9 @@ class State:
 def describe(
     x: Any,
     *,
+    order: Sequence[str] = (),
+    groups: Sequence[Sequence[str]] = (),
+    model: Model | None = None,
     tensor_map: TensorMap | None = None,
     timeout: float | None = None,
     session: Session | None = None,
@@ -230,6 +236,9 @@ def load(
     live: Any,
     path: str | os.PathLike[str],
     *,
+    order: Sequence[str] = (),
+    groups: Sequence[Sequence[str]] = (),
+    model: Model | None = None,
     allow: Collection[str] = (),
     narrow: Literal["if-exact", "allow", "refuse"] = "if-exact",
     on_drift: Literal["error", "warn", "take-first"] = "error",
@@ -247,8 +256,9 @@ def load(
     before the commit, and those of the files with their manifest, if they have one. Random streams are
     left as they are.
 
-    Weights alone go into a job with an optimizer by `allow={"missing"}`, which keeps its own state.
-    The other arguments are those of `migrate`.
+    Where the files number an optimizer's parameters and do not name them, `order`, `groups` or `model` do, as
+    for `dynadapt.open`. Weights alone go into a job with an optimizer by `allow={"missing"}`, which keeps its
+    own state. The other arguments are those of `migrate`.
 
     Raises `MigrationAborted`, the same on every rank, with the seat, the phase and all findings. Until bytes
     move the job is as it was; after that it is a target that was half loaded, and is not to train on.
@@ -260,6 +270,12 @@ def load(
     >>> load(model, at).bytes_read, model.weight.sum().item()
     (32, 6.0)
     """
+    unfit: tuple[Finding, ...] = ()
+    source: str | FileSource = os.fspath(path)
+    try:
+        source = source_of(path, order, groups, model)
+    except Refused as error:  # told to all ranks, so that none of them waits for this one
+        unfit = error.findings
     settings = _settings(
         narrow=narrow,
         on_drift=on_drift,
@@ -267,9 +283,10 @@ def load(
         source_map=source_map,
         target_map=target_map,
         timeout=timeout,
+        unfit=unfit,
     )
     here = session or current_session()
-    return migration.migrate(here, os.fspath(path), _state(live), settings, on_phase)
+    return migration.migrate(here, source, _state(live), settings, on_phase)
 
 
 def save(
@@ -335,6 +352,9 @@ def save(
 def fingerprint(
     x: Any,
     *,
+    order: Sequence[str] = (),
+    groups: Sequence[Sequence[str]] = (),
+    model: Model | None = None,
     tensor_map: TensorMap | None = None,
     timeout: float | None = None,
     session: Session | None = None,
@@ -343,13 +363,16 @@ def fingerprint(
 
     Covers parameters (the authoritative copy), optimizer tensors and persistent buffers, each with its
     name, dtype and shape; not step counts and hyperparameters. A `tensor_map` gives other names and shapes
-    first: two states that a migration made equal by one have the same number by it.
+    first: two states that a migration made equal by one have the same number by it. `order`, `groups` and
+    `model` are those of `dynadapt.open`, for an `x` that is a path.
 
     >>> import torch
     >>> len(fingerprint(torch.nn.Linear(2, 3)))
     32
     """
     settings = _settings(timeout=timeout, source_map=tensor_map)
+    if isinstance(x, str | os.PathLike):
+        x = source_of(x, order, groups, model)
     return fingerprint_of(session or current_session(), _state(x), settings)
 
 

@@ -21,6 +21,8 @@ from dynadapt.errors import Finding, Refused
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from torch import nn
+
     from dynadapt.elastic.comparison import Comparison
     from dynadapt.elastic.conversion import ConversionReport
     from dynadapt.elastic.conversion_plan import ConversionPlan
@@ -28,15 +30,27 @@ if TYPE_CHECKING:
     from dynadapt.transport.plan import Narrow
 
     Path = str | os.PathLike[str]
+    Model = Path | nn.Module
 
 __all__ = ["Checkpoint", "convert", "diff", "open", "plan"]
 
 
-def open(path: Path) -> Checkpoint:
+def open(
+    path: Path,
+    *,
+    order: Sequence[str] = (),
+    groups: Sequence[Sequence[str]] = (),
+    model: Model | None = None,
+) -> Checkpoint:
     """What a checkpoint of any known format holds: its layout over files, and its tensors on demand.
 
-    No tensor's bytes are read until one is asked for. Raises `DynadaptError` (`no-adapter`) for a format
-    that nobody knows, `Refused` with everything that is wrong with the files.
+    No tensor's bytes are read until one is asked for. Where a torch optimizer numbers its parameters and the
+    files do not name them, `order` does, the names of `named_parameters()`, or a `model`: a module, a
+    Hugging Face folder or its config.json. `groups`, the names in each of the optimizer's groups, go before
+    both.
+
+    Raises `DynadaptError` (`no-adapter`) for a format that nobody knows, `Refused` with everything that is
+    wrong with the files.
 
     >>> import numpy, pathlib, tempfile, safetensors.numpy
     >>> at = pathlib.Path(tempfile.mkdtemp()) / "model.safetensors"
@@ -45,11 +59,11 @@ def open(path: Path) -> Checkpoint:
     >>> found.format, found.problems(), list(found.tensors), found.tensors["w"].tolist()
     ('safetensors', (), ['w/param'], [0.0, 1.0, 2.0])
     """
-    return open_checkpoint(os.fspath(path))
+    return open_checkpoint(arrangement.source_of(path, order, groups, model))
 
 
-def _opened(x: Path | Checkpoint) -> Checkpoint:
-    return x if isinstance(x, Checkpoint) else open(x)
+def _opened(x: Path | Checkpoint, **said: Any) -> Checkpoint:
+    return x if isinstance(x, Checkpoint) else open(x, **said)
 
 
 def convert(
@@ -60,6 +74,7 @@ def convert(
     like: Path | Checkpoint | None = None,
     order: Sequence[str] = (),
     groups: Sequence[Sequence[str]] = (),
+    model: Model | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     strip_prefix: str = "",
@@ -82,7 +97,8 @@ def convert(
     `to` is a format (`universal`, `safetensors`), a layout (`zero3:dp=4`), or both. `like` is a checkpoint
     whose format and layout are wanted (unless `to` says another), its order of parameters and its groups
     too. `order` lists the model's parameter names (`named_parameters()`), `groups` those of each of the
-    optimizer's groups: flat layouts need an order, and safetensors or DCP do not say it. `include` and
+    optimizer's groups: flat layouts need an order, and safetensors or DCP do not say it;
+    some sources need it, too (see `open`). `model` says the order as well. `include` and
     `exclude` are globs over names, `strip_prefix` and `add_prefix` change them. `dtype` is that of floats
     in safetensors, but for names that match `keep_dtype`; `max_shard_size` bounds such a file, in bytes.
     `max_memory` bounds, in bytes, the anonymous memory that this takes over what the process holds: fewer
@@ -106,18 +122,17 @@ def convert(
     ('bfloat16', True)
     """
     budget = Budget.of(max_memory)
-    source = _opened(src)
     wanted, chosen = _wanted(
         dst,
         to,
         like=like,
-        order=order,
+        order=order or (() if model is None else arrangement.names_of(model)[0]),
         groups=groups,
         selection=_selection(include, exclude, strip_prefix, add_prefix, weights_only),
         options=file_options(dtype, keep_dtype, max_shard_size),
     )
     return conversion.convert(
-        source,
+        _source(src, wanted, chosen, model),
         wanted,
         selection=chosen,
         narrow=_narrow(dtype),
@@ -138,6 +153,7 @@ def plan(
     like: Path | Checkpoint | None = None,
     order: Sequence[str] = (),
     groups: Sequence[Sequence[str]] = (),
+    model: Model | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     strip_prefix: str = "",
@@ -159,19 +175,31 @@ def plan(
     >>> found.bytes_read, found.bytes_state, found.files
     (12, 12, 1)
     """
-    source = _opened(src)
     wanted, chosen = _wanted(
         "plan",
         to,
         like=like,
-        order=order,
+        order=order or (() if model is None else arrangement.names_of(model)[0]),
         groups=groups,
         selection=_selection(include, exclude, strip_prefix, add_prefix, weights_only),
         options=file_options(dtype, keep_dtype, max_shard_size),
     )
     return conversion_plan.plan(
-        source, wanted, selection=chosen, narrow=_narrow(dtype), threads=threads
+        _source(src, wanted, chosen, model),
+        wanted,
+        selection=chosen,
+        narrow=_narrow(dtype),
+        threads=threads,
     )
+
+
+def _source(
+    src: Path | Checkpoint, wanted: FileTarget, chosen: Selection, model: Model | None
+) -> Checkpoint:
+    """The source, whose names the target's order and groups are, before a prefix was taken off or put on."""
+    if chosen.strip_prefix or chosen.add_prefix:
+        return _opened(src, order=chosen.before(wanted.order))
+    return _opened(src, order=wanted.order, groups=wanted.groups, model=model)
 
 
 def _selection(
@@ -221,6 +249,9 @@ def diff(
     rtol: float = 0.0,
     atol: float = 0.0,
     ulp: int = 0,
+    order: Sequence[str] = (),
+    groups: Sequence[Sequence[str]] = (),
+    model: Model | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     weights_only: bool = False,
@@ -231,8 +262,9 @@ def diff(
     """Compare two checkpoints of any formats: masters, moments, steps, hyperparameters, counts.
 
     What is within `rtol` (relative to b's value), `atol`, or `ulp` steps of the coarser dtype counts as
-    equal. `ignore_missing` compares what both hold. The result has `same`, a `Difference` for every
-    tensor (`tensors`), and by path what else differs (`aux`).
+    equal. `order`, `groups` and `model` are those of both, as in `open`. `ignore_missing` compares what both
+    hold. The result has `same`, a `Difference` for every tensor (`tensors`), and by path what else differs
+    (`aux`).
 
     >>> import numpy, pathlib, tempfile, safetensors.numpy
     >>> at = pathlib.Path(tempfile.mkdtemp())
@@ -243,9 +275,10 @@ def diff(
     (False, 1.0, True)
     """
     chosen = _selection(include, exclude, weights_only=weights_only)
+    said = {"order": order, "groups": groups, "model": model}
     return comparison.compare(
-        _opened(a),
-        _opened(b),
+        _opened(a, **said),
+        _opened(b, **said),
         selection=None if chosen == Selection() else chosen,
         tolerance=comparison.Tolerance(rtol, atol, ulp),
         ignore_missing=ignore_missing,

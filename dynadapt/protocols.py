@@ -25,6 +25,7 @@ __all__ = [
     "Buffer",
     "Channel",
     "Described",
+    "FileSource",
     "FileTarget",
     "Outcome",
     "Posted",
@@ -180,6 +181,31 @@ class TrainState:
         ['actor', 'critic']
         """
         return x if isinstance(x, TrainState) else cls(model=x)
+
+
+@dataclass(frozen=True, slots=True)
+class FileSource:
+    """A checkpoint to be read, with what a user knows of its model and it may not say: a path otherwise.
+
+    `order` lists all parameter names as the model has them, `groups` those of each of the optimizer's
+    groups, in its order. Torch optimizers number their parameters: these say which number is whose. `tied`
+    are the names of each tensor that has several, of which others' safetensors keep but one.
+
+    >>> import os
+    >>> os.fspath(FileSource("here", ("a", "b")))
+    'here'
+    """
+
+    path: str
+    order: tuple[str, ...] = ()
+    groups: tuple[tuple[str, ...], ...] = ()
+    tied: tuple[tuple[str, ...], ...] = ()
+
+    def __fspath__(self) -> str:
+        return self.path
+
+    def __str__(self) -> str:
+        return self.path
 
 
 @dataclass(eq=False)

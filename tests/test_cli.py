@@ -92,6 +92,8 @@ def test_commands_and_options() -> None:
             "--ignore-missing",
             "--include",
             "--json",
+            "--model",
+            "--order",
             "--rtol",
             "--ulp",
             "--weights-only",
@@ -100,8 +102,8 @@ def test_commands_and_options() -> None:
             "b",
         ],
         "env": ["--json"],
-        "fingerprint": ["--json", "--workers", "path"],
-        "inspect": ["--filter", "--json", "--shards", "--summary", "path"],
+        "fingerprint": ["--json", "--model", "--order", "--workers", "path"],
+        "inspect": ["--filter", "--json", "--model", "--order", "--shards", "--summary", "path"],
         "plan": [
             "--budget",
             "--experts",
@@ -127,7 +129,7 @@ def test_commands_and_options() -> None:
             "--tp-plan",
             "spec",
         ],
-        "verify": ["--json", "--workers", "path"],
+        "verify": ["--json", "--model", "--order", "--workers", "path"],
     }
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = ["LikeOption", "ModelOption", "OrderOption", "ToOption", "arrangement_of"]
+__all__ = ["LikeOption", "ModelOption", "OrderOption", "ToOption", "arrangement_of", "said_of"]
 
 ToOption = Annotated[
     str | None,
@@ -33,21 +33,15 @@ OrderOption = Annotated[
 
 def arrangement_of(like: Path | None, model: str | None, order: Path | None) -> dict[str, Any]:
     """The arguments of `offline.convert` and `offline.plan` that these options mean."""
+    return {"like": like, **said_of(model, order)}
+
+
+def said_of(model: str | None, order: Path | None) -> dict[str, Any]:
+    """The arguments of `offline.open` that these options mean."""
     from dynadapt.elastic.arrangement import order_in_file
 
-    found: dict[str, Any] = {"like": like}
-    if model is not None:
-        found["order"] = _order_of_model(model)
+    found: dict[str, Any] = {} if model is None else {"model": model}
     if order is not None:
         names, groups = order_in_file(order)
         found |= {"order": names, "groups": groups}
     return found
-
-
-def _order_of_model(config: str) -> tuple[str, ...]:
-    """Names as `named_parameters()` has them."""
-    from dynadapt.adapters.model_shapes import read_model
-
-    families = read_model(config, experts="listed").model.families
-    named = [(int(f.orders[i]), f.name(i)) for f in families for i in range(len(f))]
-    return tuple(name for _, name in sorted(named))

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from dynadapt.cli._arrange import ModelOption, OrderOption, said_of
 from dynadapt.cli._convert import Globs
 from dynadapt.cli._diff_page import page_of
 from dynadapt.cli._files import WorkersOption
@@ -33,6 +34,8 @@ def diff(
     rtol: Annotated[float, typer.Option(help="Relative to b's value.", min=0)] = 0.0,
     atol: Annotated[float, typer.Option(help="Absolute.", min=0)] = 0.0,
     ulp: Annotated[int, typer.Option(help="Steps of the coarser dtype.", min=0)] = 0,
+    model: ModelOption = None,
+    order: OrderOption = None,
     include: Globs = None,
     exclude: Globs = None,
     weights_only: Annotated[bool, typer.Option("--weights-only", help="No optimizer.")] = False,
@@ -53,6 +56,7 @@ def diff(
     found = offline.diff(
         a,
         b,
+        **said_of(model, order),
         rtol=rtol,
         atol=atol,
         ulp=ulp,

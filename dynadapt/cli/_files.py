@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from dynadapt.cli._arrange import ModelOption, OrderOption, said_of
 from dynadapt.cli._options import JsonOption
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ WorkersOption = Annotated[int, typer.Option(help="Threads that read and write.",
 
 def inspect(
     path: PathArgument,
+    model: ModelOption = None,
+    order: OrderOption = None,
     summary: Annotated[bool, typer.Option("--summary", help="No list of tensors.")] = False,
     shards: Annotated[bool, typer.Option("--shards", help="Who holds what, by file.")] = False,
     glob: Annotated[
@@ -37,7 +40,7 @@ def inspect(
     """Say what a checkpoint is and holds; no tensor's bytes are read. Exit 1: it is not whole."""
     from dynadapt import offline
 
-    found = offline.open(path)
+    found = offline.open(path, **said_of(model, order))
     facts = found.summary(glob)
     if as_json:
         if summary:
@@ -50,21 +53,31 @@ def inspect(
 
 
 def fingerprint(
-    path: PathArgument, workers: WorkersOption = 2, as_json: JsonOption = False
+    path: PathArgument,
+    model: ModelOption = None,
+    order: OrderOption = None,
+    workers: WorkersOption = 2,
+    as_json: JsonOption = False,
 ) -> None:
     """One number of the whole state, equal in any format and layout, and of the live job."""
     from dynadapt import offline
 
-    value = offline.open(path).fingerprint(threads=workers)
+    value = offline.open(path, **said_of(model, order)).fingerprint(threads=workers)
     typer.echo(json.dumps({"path": str(path), "fingerprint": value}) if as_json else value)
 
 
-def verify(path: PathArgument, workers: WorkersOption = 2, as_json: JsonOption = False) -> None:
+def verify(
+    path: PathArgument,
+    model: ModelOption = None,
+    order: OrderOption = None,
+    workers: WorkersOption = 2,
+    as_json: JsonOption = False,
+) -> None:
     """Read everything: complete, readable, replicas equal, sums as the manifest has them. Exit 1 if not."""
     from dynadapt import offline
     from dynadapt.elastic.verification import verified
 
-    found = offline.open(path)
+    found = offline.open(path, **said_of(model, order))
     findings, told = verified(found, threads=workers)
     if as_json:
         facts = {**told, "problems": [f.to_json() for f in findings]}

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.errors import Finding, Refused
+from dynadapt.protocols import FileSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from torch import nn
+
     from dynadapt.elastic.checkpoint import Checkpoint
     from dynadapt.protocols import AuxItem, Described, FileTarget
     from dynadapt.vps.keys import KeySpec
 
-__all__ = ["arranged", "like", "order_in_file"]
+__all__ = ["arranged", "like", "names_of", "order_in_file", "source_of"]
 
 Groups = tuple[tuple[str, ...], ...]
 
@@ -69,6 +72,36 @@ def _of_json(path: Path, text: str) -> tuple[tuple[str, ...], Groups]:
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         cause = f'is neither a list of names nor {{"order": [...], "groups": [[...]]}}: {error!r}'
         raise Refused([Finding("bad-json", str(path), cause[:200])]) from error
+
+
+def names_of(model: str | os.PathLike[str] | nn.Module) -> tuple[tuple[str, ...], Groups]:
+    """The names of a model's parameters as `named_parameters()` has them, and all those of tied ones.
+
+    `model` is a module, a Hugging Face folder or `config.json`, or a JSON listing. Raises as `read_model`.
+    """
+    from dynadapt.adapters import model_shapes
+
+    if isinstance(model, str | os.PathLike):
+        shape = model_shapes.read_model(os.fspath(model), experts="listed").model
+    else:
+        shape = model_shapes.of_module(model)
+    named = [(int(f.orders[i]), f.name(i)) for f in shape.families for i in range(len(f))]
+    tied = [(f.name(0), *f.aliases) for f in shape.families if f.aliases]
+    return tuple(name for _, name in sorted(named)), tuple(tied)
+
+
+def source_of(
+    path: str | os.PathLike[str],
+    order: Sequence[str] = (),
+    groups: Sequence[Sequence[str]] = (),
+    model: str | os.PathLike[str] | nn.Module | None = None,
+) -> str | FileSource:
+    """A checkpoint to be read, with what is said of its model; `order` goes before that of `model`."""
+    its_order, tied = ((), ()) if model is None else names_of(model)
+    order = order or its_order
+    if not order and not groups:
+        return os.fspath(path)
+    return FileSource(os.fspath(path), tuple(order), tuple(map(tuple, groups)), tied)
 
 
 def like(found: Checkpoint) -> tuple[str, tuple[str, ...], Groups]:

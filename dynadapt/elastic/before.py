@@ -21,7 +21,7 @@ from dynadapt.elastic.shared import SharedFiles
 from dynadapt.elastic.side import unite
 from dynadapt.elastic.state import ballot, parked_findings, refuse
 from dynadapt.errors import Finding, Refused
-from dynadapt.protocols import FileTarget, Outcome, TrainState, modules_of
+from dynadapt.protocols import FileSource, FileTarget, Outcome, TrainState, modules_of
 from dynadapt.registry import adapter_for
 from dynadapt.transport.hashing import Wanted
 from dynadapt.transport.match import match
@@ -223,8 +223,8 @@ def _count_source(run: Run) -> frozenset[Key]:
     storage = run.source_storage()
     compared = drift.compare("source", run.control, run.source, storage, wanted, run.workers())
     run.source_sums = compared.values
-    if isinstance(run.x_source, str) and run.source.naming is None:
-        refuse(changed_since(run.x_source, zip(pairs, compared.values, strict=True)))
+    if isinstance(run.x_source, str | FileSource) and run.source.naming is None:
+        refuse(changed_since(str(run.x_source), zip(pairs, compared.values, strict=True)))
     found = drift.treat(compared, run.source, run.settings.on_drift)
     refuse(run.told(found.fatal))
     run.warnings += run.told(found.warnings)

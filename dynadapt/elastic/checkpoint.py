@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dynadapt.elastic.tensors import Tensors
 from dynadapt.errors import Finding, Refused
+from dynadapt.protocols import FileSource
 from dynadapt.registry import adapter_for
 from dynadapt.transport.certificate import fingerprint
 from dynadapt.transport.stream import PIECE, key_sums
@@ -139,15 +140,15 @@ class Checkpoint:
         return fingerprint(self.layout.keys, sums)
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
+def open_checkpoint(path: str | Path | FileSource) -> Checkpoint:
     """Read what a checkpoint holds; no tensor's bytes are read.
 
     Raises `DynadaptError` (`no-adapter`) for a format nobody knows, `Refused` with what is wrong.
     """
-    at = str(path)
+    at = path if isinstance(path, FileSource) else str(path)
     adapter = adapter_for(at)
     own = adapter.describe(at)
-    return Checkpoint(at, adapter.name, own, layout_of(own))
+    return Checkpoint(str(path), adapter.name, own, layout_of(own))
 
 
 def layout_of(own: Described) -> RowLayout:

@@ -10,6 +10,8 @@ from dynadapt.errors import Finding, Refused
 from dynadapt.vps.keys import Key
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from dynadapt.protocols import AuxItem, Described
     from dynadapt.vps.keys import KeySpec
 
@@ -37,6 +39,15 @@ class Selection:
         if any(fnmatchcase(name, glob) for glob in self.exclude):
             return None
         return self.add_prefix + name.removeprefix(self.strip_prefix)
+
+    def before(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Names that these may have had before: more than there are, and in their order.
+
+        >>> Selection(strip_prefix="model.").before(["w"])
+        ('model.w', 'w')
+        """
+        pairs = ((self.strip_prefix + n.removeprefix(self.add_prefix), n) for n in names)
+        return tuple(dict.fromkeys(name for pair in pairs for name in pair))
 
     def keeps(self, spec: KeySpec) -> bool:
         """Whether a key is meant."""

@@ -143,10 +143,19 @@ def save(
     return answer | _on(job, steps)
 
 
-def load(rank: int, world: int, kind: str, where: str, steps: int) -> dict[str, Any]:
-    """Load into a fresh job, train on."""
+def load(
+    rank: int, world: int, kind: str, where: str, steps: int, by: str = "accelerate"
+) -> dict[str, Any]:
+    """Load into a fresh job, by Accelerate or by `dynadapt.load`, train on."""
+    import dynadapt
+
     job = Job(rank, world, kind, seed=5)
-    job.accelerator.load_state(where)
+    if by == "accelerate":
+        job.accelerator.load_state(where)
+    else:
+        state = dynadapt.TrainState(job.model, job.optimizer)
+        dynadapt.load(state, where, model=job.model, timeout=60)
+        assert dynadapt.fingerprint(where, model=job.model) == dynadapt.fingerprint(state)
     answer: dict[str, Any] = {"fingerprint": job.fingerprint(), "tensors": job.tensors()}
     return answer | _on(job, steps)
 

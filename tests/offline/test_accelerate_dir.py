@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+import dynadapt
+from dynadapt.elastic.arrangement import order_in_file
 from dynadapt.elastic.checkpoint import open_checkpoint
 from dynadapt.elastic.conversion import convert
 from dynadapt.elastic.targets import target_of
@@ -40,9 +42,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return of
 
 
-def loaded(kind: str, where: Any, ranks: int | None = None) -> list[dict[str, Any]]:
+def loaded(
+    kind: str, where: Any, ranks: int | None = None, by: str = "accelerate"
+) -> list[dict[str, Any]]:
     answers: list[dict[str, Any]] = _ranks.pool(ranks or RANKS.get(kind, 2)).run(
-        _accelerate.load, kind, str(where), STEPS, timeout=200
+        _accelerate.load, kind, str(where), STEPS, by, timeout=200
     )
     return answers
 
@@ -89,6 +93,39 @@ def test_a_plain_job_is_read_from_either_file(saved: Any) -> None:
     with pytest.raises(Refused) as caught:  # `norm.weight` and `norm.bias` have one shape
         open_checkpoint(where)
     assert caught.value.reason == "ambiguous-order"
+
+
+ORDER = [name for name, _ in jobs.net().named_parameters()]
+
+
+def test_the_models_order_names_the_states_of_a_plain_job(saved: Any, tmp_path: Path) -> None:
+    """What is written of it goes on bit for bit, and so does a job that loads it as it is."""
+    where, told = saved("ddp")
+    whole = saved("ddp", False)[0]
+    assert dynadapt.open(where, order=ORDER).fingerprint() == told[0]["fingerprint"]
+    assert dynadapt.open(where, model=jobs.net()).fingerprint() == told[0]["fingerprint"]
+    assert dynadapt.diff(where, whole, order=ORDER).same
+    report = dynadapt.convert(where, tmp_path / "a", "accelerate/fsdp2:dp=2", model=jobs.net())
+    assert report.fingerprint == told[0]["fingerprint"]
+    same(told, loaded("fsdp2", tmp_path / "a"), steps=False)
+    dynadapt.convert(tmp_path / "a", tmp_path / "b", "accelerate/ddp:dp=2")
+    same(told, loaded("ddp", tmp_path / "b"))
+    for one, two in zip(told, loaded("ddp", where, by="dynadapt"), strict=True):
+        assert one["fingerprint"] == two["fingerprint"]
+        assert jobs.differing(one["tensors"], two["tensors"]) == []
+        assert one["losses"] == two["losses"]
+
+
+def test_an_order_that_leaves_one_out_is_refused(saved: Any, tmp_path: Path) -> None:
+    where, _ = saved("ddp")
+    with pytest.raises(Refused) as caught:
+        dynadapt.open(where, order=ORDER[1:])
+    assert [(f.reason, f.where) for f in caught.value.findings] == [("no-order", ORDER[0])]
+    (tmp_path / "order.txt").write_text("\n".join(f"net.{name}" for name in ORDER))
+    with pytest.raises(Refused):  # names of the target, which the source has without the prefix
+        dynadapt.open(where, order=order_in_file(tmp_path / "order.txt")[0])
+    order = [f"net.{name}" for name in ORDER]
+    dynadapt.convert(where, tmp_path / "a", "dcp", order=order, add_prefix="net.")
 
 
 SAME = [

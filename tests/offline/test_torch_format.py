@@ -354,6 +354,12 @@ def test_what_cannot_be_told_apart_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refused) as caught:
         open_checkpoint(tmp_path / "x.pt")
     assert caught.value.reason == "ambiguous-order"
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    by_group = dynadapt.open(tmp_path / "x.pt", groups=[trained])
+    assert by_group.fingerprint() == dynadapt.open(tmp_path / "x.pt", order=trained).fingerprint()
+    assert by_group.fingerprint() == dynadapt.fingerprint(TrainState(model, optimizer))
+    with pytest.raises(Refused, match="ambiguous-order"):  # groups of another model say nothing
+        dynadapt.open(tmp_path / "x.pt", model=model, groups=[["a", "b", "c", "d"]])
     tree["optimizer"]["param_names"] = [["1.weight", "1.bias", "2.weight", "2.bias"]]
     torch.save(tree, tmp_path / "x.pt")
     fingerprint = dynadapt.fingerprint(TrainState(model, optimizer))

@@ -69,11 +69,16 @@ def test_values_or_names_say_whose_an_entry_is(tmp_path: Path, kind: str, named:
 
 def test_where_nothing_says_it_is_refused(tmp_path: Path) -> None:
     """In fp32 there are no masters: of layers that are alike any may be in any group."""
-    _ranks.pool(2).run(_save_alike, "zero0-fp32", str(tmp_path), False, timeout=200)
+    live = _ranks.pool(2).run(_save_alike, "zero0-fp32", str(tmp_path), False, timeout=200)[0]
     with pytest.raises(Refused) as caught:
         open_checkpoint(tmp_path)
     assert caught.value.reason == "ambiguous-order"
     assert "layers.0.weight" in str(caught.value)
+    names = [n for n, p in _Alike().named_parameters() if p.requires_grad]
+    groups = [names[::2], names[1::2][::-1]]
+    found = dynadapt.open(tmp_path, groups=groups)
+    assert found.fingerprint() == live
+    assert [group["names"] for group in found.aux["param_groups"].value] == groups
 
 
 def _fingerprint(rank: int, world: int, kind: str, where: str) -> str:

@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from dynadapt.protocols import Described, FileTarget
+    from dynadapt.protocols import Described, FileSource, FileTarget
     from dynadapt.vps.keys import KeySpec
 
 __all__ = ["described", "writing_of"]
 
 
-def described(root: Path) -> Described:
+def described(root: Path, said: FileSource) -> Described:
     """What the folder of a tag holds; raises `Refused` with all that is wrong."""
     folder = Folder.of(root)
     if folder.optim_names:
         return Flats(folder).described()
     if isinstance(folder.common.get("optimizer"), dict):
-        return Whole(folder).described()
+        return Whole(folder, said).described()
     cause = "has no optimizer states, neither in files of their own nor in the model states"
     fix = "copy the whole checkpoint; of weights alone, read the model states as a torch file"
     raise Refused([Finding("missing-file", str(root), cause, fix)])

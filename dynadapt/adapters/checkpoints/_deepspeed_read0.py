@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from dynadapt.adapters.checkpoints._deepspeed_files import Folder
     from dynadapt.adapters.checkpoints._torch_file import TorchFile
+    from dynadapt.protocols import FileSource
 
 __all__ = ["SCALER", "Whole"]
 
@@ -41,8 +42,9 @@ _WINDOW = 128
 class Whole(Reading):
     """Stage 0."""
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: Folder, said: FileSource) -> None:
         super().__init__(folder)
+        self.said = said
         self.file: TorchFile = folder.model[0]
         self.tree: Mapping[str, Any] = folder.common["optimizer"]
         base = self.tree.get("optimizer_state_dict") if self.wrapped else self.tree
@@ -89,12 +91,14 @@ class Whole(Reading):
         return self._groups_item(shapes, number_of, self.param_groups if any(names) else [])
 
     def _told(self, group: int, params: Mapping[str, Any]) -> list[str] | None:
-        """The names of a group, if the file says them."""
+        """The names of a group, if the file or the user says them."""
         listed = groups_of(self.folder.common)
         own = self.param_groups[group] if group < len(self.param_groups) else {}
         names = [str(name) for name in _list(own.get("param_names"))]
         if any(listed) and group < len(listed):
             names = list(listed[group])
+        elif not names and group < len(self.said.groups):
+            names = list(self.said.groups[group])
         return names if names and set(names) <= set(params) else None
 
     def _fused(self, params: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
@@ -148,7 +152,12 @@ class Whole(Reading):
         else:
             shapes = [[_shape(states[each]) for each in own] for own in ids]
         told = [self._told(group, params) for group in range(len(ids))]
-        if any(own is None or len(own) != len(has) for own, has in zip(told, ids, strict=True)):
+        if any(
+            own is None
+            or len(own) != len(has)
+            or any(s not in {None, params[n]} for n, s in zip(own, has, strict=True))
+            for own, has in zip(told, shapes, strict=True)
+        ):
             found = names_of_entries(shapes, params, self.file.path, like)
         else:
             found = [[*own] for own in told if own is not None]

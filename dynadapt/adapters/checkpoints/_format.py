@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.errors import Finding, Refused
-from dynadapt.protocols import Described, FileTarget, alone
+from dynadapt.protocols import Described, FileSource, FileTarget, alone
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from dynadapt.protocols import Agree
 
@@ -31,7 +32,7 @@ class Format:
         """A target of this format, or a path to a checkpoint that is of it."""
         if isinstance(x, FileTarget):
             return x.format == cls.name
-        return isinstance(x, str | Path) and cls.holds(Path(x))
+        return isinstance(x, str | Path | FileSource) and cls.holds(Path(x))
 
     @staticmethod
     def holds(path: Path) -> bool:
@@ -46,8 +47,9 @@ class Format:
         """Who holds what: every file is an endpoint. Raises `Refused` with all that is wrong."""
         if isinstance(x, FileTarget):
             return Described((), (), {})
+        said = x if isinstance(x, FileSource) else FileSource(str(x))
         try:
-            own = self.read(Path(x))
+            own = self.read(Path(x), said)
             findings = [*_amiss(own)]
         except _MALFORMED as error:
             cause = f"its content is not what the format has: {type(error).__name__}: {error}"[:300]
@@ -55,14 +57,28 @@ class Format:
             raise Refused([Finding("malformed", str(x), cause, fix)]) from error
         if findings:
             raise Refused(findings)
-        return own
+        return _placed(own, said.order) if said.order else own
 
-    def read(self, path: Path) -> Described:
-        """The same of a checkpoint that is there: each format's own."""
+    def read(self, path: Path, said: FileSource) -> Described:
+        """The same of a checkpoint that is there, with what the user says of it: each format's own."""
         raise NotImplementedError
 
     def abandon(self, x: Any) -> None:
         """Whoever made the folder removes it."""
+
+
+def _placed(own: Described, order: Sequence[str]) -> Described:
+    """With the parameters in the user's order, if it has all of them."""
+    place = {name: i for i, name in reversed(list(enumerate(order)))}
+    at = [
+        min((place[n] for n in (s.key.name, *s.aliases) if n in place), default=None)
+        for s in own.specs
+    ]
+    if any(n is None and s.kind == "parameter" for n, s in zip(at, own.specs, strict=True)):
+        return own
+    pairs = zip(at, own.specs, strict=True)
+    specs = tuple(spec if n is None else replace(spec, order=n) for n, spec in pairs)
+    return replace(own, specs=specs, ordered=True)
 
 
 def _amiss(own: Described) -> Iterator[Finding]:

@@ -19,7 +19,8 @@ __all__ = ["names_in_flats", "names_of_entries"]
 Shape = tuple[int, ...]
 
 FIX = (
-    "give the optimizer named parameters (torch.optim keeps their names), or save with ZeRO stage 1"
+    "give the optimizer named parameters (torch.optim keeps their names), or save with ZeRO stage 1; "
+    "or give the names of each group (--order FILE with groups, in Python groups=)"
 )
 
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from dynadapt.adapters.checkpoints._optimizer_names import Shape
     from dynadapt.adapters.checkpoints._torch_file import TorchFile
+    from dynadapt.protocols import FileSource
     from dynadapt.vps.layout import Row
 
 __all__ = ["BUFFERS", "EXTRA_STATE", "NAMES", "PLAIN", "StateDicts"]
@@ -55,10 +56,14 @@ PLAIN = "plain numbers"
 
 
 class StateDicts:
-    """What state dicts hold, as they are read one after another: first the model's, then the rest."""
+    """What state dicts hold, as they are read one after another: first the model's, then the rest.
 
-    def __init__(self, root: str) -> None:
+    What the user says of order and groups names the states that an optimizer's state dict numbers.
+    """
+
+    def __init__(self, root: str, said: FileSource) -> None:
         self.files = Files(root)
+        self.said = said
         self.specs: dict[Key, KeySpec] = {}
         self.scalars: dict[str, dict[str, int | float]] = {}
         self.aux: list[AuxItem] = []
@@ -121,8 +126,12 @@ class StateDicts:
         names = canonical_names(list(header.entries))
         rows = self.files.rows.setdefault(name, [])
         for raw, (dtype, shape, at) in header.entries.items():
-            tied = map(canonical_name, header.aliases.get(raw, ()))
-            first, *others = sorted({names[raw], *tied})
+            tied = {names[raw], *map(canonical_name, header.aliases.get(raw, ()))}
+            for (
+                own
+            ) in self.said.tied:  # of a name that is there by itself it is for the bits to say
+                tied |= set(own).difference(names.values()) if tied.intersection(own) else set()
+            first, *others = sorted(tied)
             held = None
             if header.buffers is not None:
                 held = {first} if raw in header.buffers else ()
@@ -186,21 +195,15 @@ class StateDicts:
         assert found is not None, name
         return found
 
-    def optimizer(
-        self,
-        file: TorchFile,
-        tree: Mapping[str, Any],
-        *,
-        order: Sequence[str] = (),
-    ) -> None:
-        """An optimizer's state dict. `order` are the model's names, where the user says them."""
+    def optimizer(self, file: TorchFile, tree: Mapping[str, Any]) -> None:
+        """An optimizer's state dict."""
         groups, state = tree.get("param_groups"), tree.get("state")
         if not isinstance(state, dict) or not _are_groups(groups):
             cause = "holds no optimizer's state dict, with 'state' and 'param_groups'"
             raise Refused([Finding("bad-file", file.path, cause)])
         assert isinstance(groups, list)
         numbers = [list(group["params"]) for group in groups]
-        names = self._names(file, tree, numbers, order)
+        names = self._names(file, tree, numbers)
         known = {
             n: name
             for ids, own in zip(numbers, names, strict=True)
@@ -238,7 +241,6 @@ class StateDicts:
         file: TorchFile,
         tree: Mapping[str, Any],
         numbers: Sequence[Sequence[Any]],
-        order: Sequence[str],
     ) -> list[list[str]]:
         """The canonical names of each group's members."""
         told: Any = tree.get(NAMES) or [group.get(NAMES) for group in tree["param_groups"]]
@@ -255,25 +257,50 @@ class StateDicts:
                 )
                 raise Refused([Finding("missing-key", lost[0], cause)])
             return names
-        params = [s for s in self.specs.values() if s.key.slot == "param"]
-        if order:
-            place = {self.name(name): i for i, name in reversed(list(enumerate(order)))}
-            params = sorted(
-                (s for s in params if s.key.name in place), key=lambda s: place[s.key.name]
-            )
-        ordered = self.ordered or bool(order)
         state = tree["state"]
         shapes = [[_shape_of(state.get(id_)) for id_ in own] for own in numbers]
+        if (said := self._said(shapes)) is not None:
+            return said
+        params, order = self._in_order(), self.said.order
+        ordered = self.ordered or bool(order)
         named = [(spec.key.name, spec.shape) for spec in params]
         try:
             return dealt(shapes, named, file.path, ordered=ordered)
         except Refused as error:
             every = [s for s in self.specs.values() if "float" in s.dtype and s.key.slot in SLOTS]
+            if error.reason == "bad-file" and order and (left := self._unlisted()):
+                cause, fix = "is not in the order that was given", "list every parameter"
+                raise Refused([Finding("no-order", name, cause, fix) for name in left]) from error
             if error.reason != "bad-file" or order or len(every) == len(params):
                 raise
         # What was taken for a buffer by its name may be a parameter.
         named = [(spec.key.name, spec.shape) for spec in every]
         return dealt(shapes, named, file.path, ordered=ordered)
+
+    def _said(self, shapes: Sequence[Sequence[Shape | None]]) -> list[list[str]] | None:
+        """The groups that the user names, if they fit these."""
+        found = [[self._find(self.name(name)) for name in own] for own in self.said.groups]
+        fits = [len(own) for own in found] == [len(own) for own in shapes] and all(
+            spec is not None and shape in {None, spec.shape}
+            for own, its in zip(found, shapes, strict=True)
+            for spec, shape in zip(own, its, strict=True)
+        )
+        return (
+            [[spec.key.name for spec in own if spec] for own in found] if found and fits else None
+        )
+
+    def _in_order(self) -> list[KeySpec]:
+        """The parameters, in the user's order if there is one; then those that it lists."""
+        if not self.said.order:
+            return [spec for spec in self.specs.values() if spec.key.slot == "param"]
+        place = {self.name(name): i for i, name in reversed(list(enumerate(self.said.order)))}
+        listed = [spec for spec in self.specs.values() if spec.key.name in place]
+        return sorted(listed, key=lambda spec: place[spec.key.name])
+
+    def _unlisted(self) -> list[str]:
+        """The parameters that the user's order leaves out."""
+        place = {self.name(name) for name in self.said.order}
+        return [k.name for k in self.specs if k.slot == "param" and k.name not in place]
 
     def _tie(self, members: set[str]) -> None:
         """Gathers give every name of a tied tensor a copy: one that is not trained, and has the bits of

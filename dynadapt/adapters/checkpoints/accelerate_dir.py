@@ -25,7 +25,7 @@ from dynadapt.adapters.checkpoints._torch_file import read_torch
 from dynadapt.adapters.checkpoints._torch_state import PLAIN, StateDicts
 from dynadapt.adapters.checkpoints._torch_trees import StateTrees
 from dynadapt.errors import Finding, Refused
-from dynadapt.protocols import Described, FileTarget, Outcome, alone
+from dynadapt.protocols import Described, FileSource, FileTarget, Outcome, alone
 from dynadapt.vps.layout import file_endpoint
 
 if TYPE_CHECKING:
@@ -58,18 +58,18 @@ class AccelerateDir(Format):
         """A folder with files of Accelerate's names."""
         return files.form_of(path) is not None
 
-    def read(self, path: Path) -> Described:
+    def read(self, path: Path, said: FileSource) -> Described:
         """See `Format.describe`."""
         form = files.form_of(path)
         small = files.read_small(path)
         if form == "deepspeed":
-            own = described(path / files.DEEPSPEED)
+            own = described(path / files.DEEPSPEED, said)
             layout = own.written.partition("/")[2]
             own = replace(own, written=f"accelerate/{layout}" if layout else "")
         elif form == "sharded":
             own = _read_sharded(path)
         elif form in {"plain", "full"}:
-            own = _read_whole(path, files.FULL if form == "full" else None)
+            own = _read_whole(path, files.FULL if form == "full" else None, said)
         else:
             cause = (
                 "was saved as each rank's local shards, which only the same job can put together"
@@ -113,9 +113,9 @@ class AccelerateDir(Format):
         return made.seal(scalars, aux)
 
 
-def _read_whole(path: Path, model: str | None) -> Described:
+def _read_whole(path: Path, model: str | None, said: FileSource) -> Described:
     """Model and optimizer in one file each."""
-    found = StateDicts(str(path))
+    found = StateDicts(str(path), said)
     if model is None and (path / files.SAFE).is_file():
         found.safetensors(files.SAFE)
     else:

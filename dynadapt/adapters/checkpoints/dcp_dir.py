@@ -14,7 +14,7 @@ from dynadapt.adapters.checkpoints._dcp_read import Reading
 from dynadapt.adapters.checkpoints._dcp_write import Writing
 from dynadapt.adapters.checkpoints._format import Format
 from dynadapt.adapters.checkpoints._making import Making
-from dynadapt.protocols import Described, FileTarget, alone
+from dynadapt.protocols import Described, FileSource, FileTarget, alone
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,7 +37,7 @@ class DcpDir(Format):
             return False
         return bool(metadata_files(path)) or any(path.glob("*.distcp"))
 
-    def read(self, path: Path) -> Described:
+    def read(self, path: Path, said: FileSource) -> Described:
         """See `Format.describe`."""
         return Reading(path).described()
 

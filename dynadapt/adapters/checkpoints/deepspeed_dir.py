@@ -14,7 +14,7 @@ from dynadapt.adapters.checkpoints._deepspeed_open import described, writing_of
 from dynadapt.adapters.checkpoints._format import Format
 from dynadapt.adapters.checkpoints._making import Making
 from dynadapt.errors import Finding, Refused
-from dynadapt.protocols import Described, FileTarget, Outcome, alone
+from dynadapt.protocols import Described, FileSource, FileTarget, Outcome, alone
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,12 +35,12 @@ class DeepSpeedDir(Format):
         """A folder with files of DeepSpeed's names, or with a `latest` that leads to one."""
         return tag_folder(path) is not None
 
-    def read(self, path: Path) -> Described:
+    def read(self, path: Path, said: FileSource) -> Described:
         """See `Format.describe`."""
         root = tag_folder(path)
         if root is None:
             raise Refused([Finding("bad-file", str(path), "is no DeepSpeed checkpoint")])
-        return described(root)
+        return described(root, said)
 
     def prepare(self, x: FileTarget, keys: tuple[KeySpec, ...]) -> Described:
         """Lay out the files of all ranks; raises `Refused` with everything that cannot be so written."""

@@ -21,7 +21,7 @@ from dynadapt.adapters.checkpoints._names import as_asked, natural, tensor_spec
 from dynadapt.adapters.checkpoints._safetensors import NAMES, header_of, read_header, whole_row
 from dynadapt.errors import Finding, Refused
 from dynadapt.files import FileBuffer
-from dynadapt.protocols import Described, FileTarget, Outcome, alone
+from dynadapt.protocols import Described, FileSource, FileTarget, Outcome, alone
 from dynadapt.vps.box import Box, row_major_strides
 from dynadapt.vps.layout import Row, file_endpoint
 
@@ -49,7 +49,7 @@ class SafetensorsDir(Format):
         """A folder with safetensors files, or one such file."""
         return path.suffix == ".safetensors" or bool(_files(path))
 
-    def read(self, path: Path) -> Described:
+    def read(self, path: Path, said: FileSource) -> Described:
         """See `Format.describe`."""
         root = path.parent if path.is_file() else path
         names = [path.name] if path.is_file() else _files(path)

@@ -19,7 +19,7 @@ from dynadapt.adapters.checkpoints._torch_file import read_torch
 from dynadapt.adapters.checkpoints._torch_state import PLAIN, StateDicts
 from dynadapt.adapters.checkpoints._torch_trees import EXTRA_PATH, StateTrees, scaler_state
 from dynadapt.errors import Finding, Refused
-from dynadapt.protocols import AuxItem, Described, FileTarget, Outcome, alone
+from dynadapt.protocols import AuxItem, Described, FileSource, FileTarget, Outcome, alone
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,14 +57,14 @@ class TorchFiles(Format):
         """A file with a usual ending, or a folder with `checkpoint.pt` or `pytorch_model.bin`."""
         return (path.suffix in SUFFIXES and path.is_file()) or bool(_files(path))
 
-    def read(self, path: Path) -> Described:
+    def read(self, path: Path, said: FileSource) -> Described:
         """See `Format.describe`."""
         if path.is_file():
-            return _read_one(str(path.parent), path.name)
+            return _read_one(str(path.parent), path.name, said)
         names = _files(path)
         if names in ([FULL], [SINGLE]):
-            return _read_one(str(path), names[0])
-        return _read_shards(path, names)
+            return _read_one(str(path), names[0], said)
+        return _read_shards(path, names, said)
 
     def prepare(self, x: FileTarget, keys: tuple[KeySpec, ...]) -> Described:
         """Lay out the file; raises `Refused` with everything that cannot be so written."""
@@ -146,8 +146,8 @@ def _files(path: Path) -> list[str]:
     return [SINGLE] if (path / SINGLE).is_file() else []
 
 
-def _read_shards(root: Path, names: list[str]) -> Described:
-    found = StateDicts(str(root))
+def _read_shards(root: Path, names: list[str], said: FileSource) -> Described:
+    found = StateDicts(str(root), said)
     parts: list[tuple[TorchFile, dict[str, Any]]] = []
     for name in names:
         try:
@@ -164,9 +164,9 @@ def _read_shards(root: Path, names: list[str]) -> Described:
     return found.described("torch")
 
 
-def _read_one(root: str, name: str) -> Described:
+def _read_one(root: str, name: str, said: FileSource) -> Described:
     file = read_torch(str(Path(root) / name))
-    found, tree = StateDicts(root), file.tree
+    found, tree = StateDicts(root, said), file.tree
     model = _model_of(tree, file.path)
     found.model([(file, model)])
     if model is tree:

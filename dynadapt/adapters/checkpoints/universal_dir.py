@@ -34,7 +34,7 @@ from dynadapt.adapters.checkpoints._repickle import tensor
 from dynadapt.adapters.checkpoints._rows import Files, Laid
 from dynadapt.adapters.checkpoints._torch_file import read_torch
 from dynadapt.errors import Finding, Refused
-from dynadapt.protocols import AuxItem, Described, FileTarget, Outcome, alone
+from dynadapt.protocols import AuxItem, Described, FileSource, FileTarget, Outcome, alone
 from dynadapt.vps.box import row_major_strides
 from dynadapt.vps.keys import Key, KeySpec
 from dynadapt.vps.layout import file_endpoint
@@ -60,7 +60,7 @@ class UniversalDir(Format):
         """A folder with `zero/`, or with a `latest_universal` that leads to one."""
         return _folder(path) is not None
 
-    def read(self, path: Path) -> Described:
+    def read(self, path: Path, said: FileSource) -> Described:
         """See `Format.describe`."""
         root = _folder(path)
         if root is None:
