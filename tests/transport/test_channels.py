@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 
 from dynadapt.errors import ChannelError, DynadaptError
 from dynadapt.testing.channels import check_channel
 from dynadapt.testing.seats import run_threads
+from dynadapt.transport.channels._same_host import CARD, OFF, Nonce, can_read, read_memory
 from dynadapt.transport.channels.memory import MemoryChannel, MemoryHub
 from dynadapt.transport.channels.process_group import ProcessGroupChannel
 
@@ -44,7 +47,22 @@ def test_memory_channel_tells_a_wrong_length() -> None:
         run_threads([sends, receives])
 
 
-def _gloo(rank: int, world_size: int) -> None:
+def _gloo(rank: int, world_size: int, unread: tuple[int, ...]) -> None:
+    """The scenario; the memory of some ranks is not to be read by others."""
+    import torch.distributed as dist
+
+    if rank in unread:
+        os.environ[OFF] = "0"
+    try:
+        _gloo_scenario(rank, world_size, unread)
+    finally:
+        os.environ.pop(OFF, None)
+    total = torch.ones(1)
+    dist.all_reduce(total)  # the training group is untouched
+    assert total.item() == world_size
+
+
+def _gloo_scenario(rank: int, world_size: int, unread: tuple[int, ...]) -> None:
     import torch.distributed as dist
 
     store = dist.distributed_c10d._get_default_store()
@@ -52,17 +70,56 @@ def _gloo(rank: int, world_size: int) -> None:
     seat = seats[rank]
 
     def factory(name: str, timeout: float) -> ProcessGroupChannel:
-        own = dist.PrefixStore(f"channel-test/{name}", store)
-        return ProcessGroupChannel(own, seat, seats, timeout=timeout)
+        own = dist.PrefixStore(f"channel-test/{unread}/{name}", store)
+        channel = ProcessGroupChannel(own, seat, seats, timeout=timeout)
+        others = {10 + 2 * i for i in range(world_size) if i not in unread} - {seat}
+        assert set(channel._readable) in ({*others} if rank not in unread else set(), set())
+        assert set(channel._readable) == channel._readers
+        return channel
 
     check_channel(factory, seat, seats)
-    total = torch.ones(1)
-    dist.all_reduce(total)  # the training group is untouched
-    assert total.item() == world_size
 
 
-def test_process_group_channel(ranks4: Pool) -> None:
-    ranks4.run(_gloo)
+@pytest.mark.parametrize("unread", [(), (2,)])
+def test_process_group_channel(ranks4: Pool, unread: tuple[int, ...]) -> None:
+    """Between ranks that read one another's memory, that do not, and both in one channel."""
+    ranks4.run(_gloo, unread)
+
+
+def _stretches(*arrays: np.ndarray) -> np.ndarray:
+    return np.array([[array.ctypes.data, array.nbytes] for array in arrays], np.int64)
+
+
+def test_memory_is_read_in_more_stretches_than_one_call_takes() -> None:
+    there = [np.full(1 + i % 5, i % 251, np.uint8) for i in range(2500)]
+    there[7] = there[2400] = np.empty(0, np.uint8)
+    here = [np.zeros_like(array) for array in there]
+    try:
+        read_memory(os.getpid(), _stretches(*there), _stretches(*here))
+    except OSError:
+        pytest.skip("this system does not let processes read one another's memory")
+    assert all(map(np.array_equal, here, there))
+
+
+def test_memory_that_is_gone_is_an_error() -> None:
+    """In the middle of what is read, too: nothing short passes for whole."""
+    there, here = np.ones(8, np.uint8), np.zeros(16, np.uint8)
+    places = np.array([[there.ctypes.data, 8], [8, 8]], np.int64)
+    with pytest.raises(OSError, match=r"address|permitted|read|implemented"):
+        read_memory(
+            os.getpid(), places, np.array([[here.ctypes.data, 8], [here.ctypes.data + 8, 8]])
+        )
+    with pytest.raises(OSError, match=r"process|permitted|read|implemented"):
+        read_memory(2**22 + 1, _stretches(there), _stretches(here[:8]))
+
+
+def test_a_card_of_another_host_or_process_is_not_believed() -> None:
+    nonce = Nonce()
+    card = nonce.card()
+    assert can_read(card) in {os.getpid(), 0}
+    assert not can_read(card[:-1] + bytes([card[-1] ^ 1]))
+    assert not can_read(bytes([card[0] ^ 1]) + card[1:])
+    assert not can_read(bytes(CARD))
 
 
 def test_an_unknown_backend_is_refused() -> None:
