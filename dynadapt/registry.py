@@ -78,12 +78,13 @@ def _is_module(x: Any) -> bool:
 
 
 def _has_fsdp1(x: Any) -> bool:
-    kinds = sys.modules.get("torch.distributed.fsdp")
+    # Without the class while another thread is about to import it: then nothing is one yet.
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     return (
-        kinds is not None
+        kind is not None
         and _is_module(x)
         and any(
-            isinstance(each, kinds.FullyShardedDataParallel)
+            isinstance(each, kind)
             for part in modules_of(x.model)
             for each in part.modules()
         )

@@ -242,9 +242,17 @@ class Control:
         firsts = self._read([f"{name}/{seat}" for seat in others])
         for seat, first in zip(others, firsts, strict=True):
             count = int.from_bytes(first[:4], "little")
-            rest = (self._store.get(f"{name}/{seat}/{i}") for i in range(1, count))
+            rest = (self._piece(name, seat, i, count) for i in range(1, count))
             found[seat] = b"".join((first[4:], *rest))
         return dict(sorted(found.items()))
+
+    def _piece(self, name: str, seat: int, number: int, count: int) -> bytes:
+        """A later piece of a message: all of them are there before the first, or never come."""
+        key = f"{name}/{seat}/{number}"
+        if not self._store.check([key]):
+            text = f"piece {number} of {count} of seat {seat}'s {name!r} is missing"
+            raise wire.WireError(text, reason="wire-short")
+        return bytes(self._store.get(key))
 
     def gather_values(self, name: str, value: Any) -> dict[int, Any]:
         """`gather` of one encodable value a seat."""

@@ -1,7 +1,10 @@
-"""HANG B144, B146, B147, B150, B152 (B149: test_repl): nothing waits for ever; the root error is told."""
+"""HANG B144, B146, B147, B150 to B153 (B149: test_repl): nothing waits for ever; the root error is told."""
 
 from __future__ import annotations
 
+import re
+import resource
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +16,8 @@ from dynadapt.testing.seats import run_seats
 from tests.live.kinds import build
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests._ranks import Pool
 
 
@@ -123,3 +128,65 @@ def test_the_root_error_is_shown_on_every_rank(ranks2: Pool) -> None:
     for answer in ranks2.run(_raising, timeout=60):
         assert "the cause of it all" in answer["text"]
         assert answer["reason"] == "failed"
+
+
+class Corrupting:
+    """A store in which one kind of message arrives otherwise than it was sent."""
+
+    def __init__(self, store: Any, damage: Callable[[str, bytes], bytes]) -> None:
+        self._store, self._damage = store, damage
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def set(self, key: str, value: Any) -> None:
+        """Store what the damage leaves of a value."""
+        self._store.set(key, self._damage(key, value) if isinstance(value, bytes) else value)
+
+
+def _more_pieces(key: str, value: bytes) -> bytes:
+    """The number of pieces, which leads a message, is four billion."""
+    return b"\xff\xff\xff\xff" + value[4:]
+
+
+def _longer_header(key: str, value: bytes) -> bytes:
+    """The length of the header is an exabyte."""
+    return value[:12] + (1 << 60).to_bytes(8, "little") + value[20:]
+
+
+def _larger_array(key: str, value: bytes) -> bytes:
+    """The first array has an exabyte's sizes."""
+    found = re.search(rb'"\$array":\["<i8",\[\d', value)
+    return value if found is None else value[: found.end()] + b"9" * 18 + value[found.end() :]
+
+
+@pytest.mark.parametrize("damage", [_more_pieces, _longer_header, _larger_array])
+def test_sizes_that_a_message_cannot_have(damage: Any) -> None:
+    """B153: refused by all, and nothing of that size is waited for or allocated."""
+    torch.manual_seed(0)
+    sources, targets = [nn.Linear(3, 3)] * 2, _models(2)
+    before = [target.weight.clone() for target in targets]
+    damaged: list[str] = []
+
+    def spoil(key: str, value: bytes) -> bytes:
+        spoilt = damage(key, value)
+        if spoilt != value:
+            damaged.append(key)
+        return spoilt
+
+    def call(session: Any) -> str:
+        at = session.seat
+        if at == 1:
+            whole = session.store
+            session = replace(session, store=lambda number: Corrupting(whole(number), spoil))
+        with pytest.raises(dynadapt.MigrationAborted) as caught:
+            dynadapt.migrate(sources[at], targets[at], session=session, timeout=20)
+        return caught.value.reason
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    reasons = set(run_seats(2, call))
+    assert damaged, reasons
+    assert len(reasons) == 1
+    assert reasons <= {"wire-short", "wire-form", "wire-json"}
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 100 << 10
+    assert all(torch.equal(*pair) for pair in zip(before, (t.weight for t in targets), strict=True))
