@@ -83,11 +83,7 @@ def _has_fsdp1(x: Any) -> bool:
     return (
         kind is not None
         and _is_module(x)
-        and any(
-            isinstance(each, kind)
-            for part in modules_of(x.model)
-            for each in part.modules()
-        )
+        and any(isinstance(each, kind) for part in modules_of(x.model) for each in part.modules())
     )
 
 

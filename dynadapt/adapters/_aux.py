@@ -116,7 +116,8 @@ def apply_groups(
     """Give each target group its members' source hyperparameters, in place, by parameter name.
 
     Raises `Refused` (`hyper-conflict`) where members of one target group differ in the source. Only
-    entries that the target group has are written, so that an optimizer never meets a foreign one.
+    entries that the target group has are written, so that an optimizer never meets a foreign one; what
+    the source's optimizer does not have, such as one of an older torch, stays as it is and is told.
     """
     if item is None:
         return (Outcome("param_groups", "dropped", "the source has no optimizer"),)
@@ -155,7 +156,14 @@ def apply_groups(
                 _set_entry(group, key, value, shared)
             elif value not in _IDLE:
                 lost.append(key)
+        kept = [k for k in group if k not in {*hyper, *NOT_HYPER} and group[k] not in _IDLE]
         outcomes.append(Outcome(f"param_groups[{index}]", "exact"))
+        outcomes += [
+            Outcome(
+                f"param_groups[{index}]/{key}", "derived", "the source has none; it keeps its own"
+            )
+            for key in kept
+        ]
         outcomes += [
             Outcome(f"param_groups[{index}]/{key}", "dropped", "the target's optimizer has none")
             for key in lost
@@ -165,7 +173,7 @@ def apply_groups(
     return tuple(outcomes)
 
 
-#: Values of an entry that change nothing where the target's optimizer does not know it.
+#: Values of an entry that change nothing where the other side's optimizer does not know it.
 _IDLE = (None, False, 0)
 
 

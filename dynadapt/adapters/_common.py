@@ -407,6 +407,8 @@ def fresh_state(
         state["step"] = 0
     # DeepSpeed's host optimizers keep single-precision state for half-precision parameters.
     wider = torch.float32 if getattr(optimizer, "fp32_optimizer_states", False) else like.dtype
+    if type(optimizer).__name__ == "SGD":  # its momentum begins as a copy of a gradient
+        wider = getattr(like, "grad_dtype", None) or wider
     for slot, shape in shapes.items():
         if shape == tuple(like.shape):
             state[slot] = torch.zeros_like(like, dtype=wider, requires_grad=False)

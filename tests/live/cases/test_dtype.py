@@ -1,4 +1,4 @@
-"""DTYPE B67, B72, B73, OPTSTATE B51, B53, B54: bytes that are values, and bytes that are not."""
+"""DTYPE B67, B70, B72, B73, OPTSTATE B51, B53, B54: bytes that are values, and bytes that are not."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 
 import dynadapt
 from tests.live import jobs
+from tests.live.kinds import build
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -202,3 +203,57 @@ def test_every_tensor_that_would_lose_bits_is_named() -> None:
     assert caught.value.reason == "narrowing"
     where = {finding.where.split("/")[0] for finding in caught.value.findings}
     assert where == {"0.weight", "1.weight", "1.bias"}
+
+
+WITHOUT_ZERO = ("zero0-bf16", "zero0fused-bf16", "zero1acc-bf16")
+
+
+def _no_zero(rank: int, world: int) -> list[dict[str, Any]]:
+    """States of an engine that is bf16 and has no ZeRO, into and out of one that has some of its own."""
+    answers = []
+    for kind in WITHOUT_ZERO:
+        source, target, back = (build(kind, seed=seed) for seed in range(3))
+        for number in range(2):
+            source.step(number)
+        target.step(5)
+        before = source.tensors()
+        for a, b in ((source, target), (target, back)):
+            dynadapt.migrate(a.state, b.state, timeout=30)
+        held = [dynadapt.describe(job.state) for job in (source, back)]
+        answers.append(
+            {
+                "moments": sum("/exp_avg" in name for name in before) > 0,
+                "differing": jobs.differing(before, back.tensors()),
+                "steps": [{s["step"] for s in each.scalars.values()} for each in held],
+                "losses": [job.step(2) for job in (source, back)],
+            }
+        )
+    return answers
+
+
+def test_half_precision_without_zero_has_its_states(ranks2: Pool) -> None:
+    """B70: DeepSpeed's own files lack them there; moments, steps and masters, there and back."""
+    for answers in ranks2.run(_no_zero, timeout=120):
+        for answer in answers:
+            assert (answer["moments"], answer["differing"]) == (True, [])
+            assert answer["steps"][0] == answer["steps"][1]
+            assert min(answer["steps"][0]) >= 2
+            assert answer["losses"][0] == answer["losses"][1]
+
+
+def test_no_state_is_not_taken_for_a_state() -> None:
+    """B70: a source without moments leaves none of the target's behind, and says what it did not have."""
+    torch.manual_seed(0)
+    models = [nn.Linear(3, 2) for _ in range(2)]
+    fresh, stepped = (
+        dynadapt.TrainState(model, torch.optim.AdamW(model.parameters())) for model in models
+    )
+    models[1](torch.ones(1, 3)).sum().backward()
+    stepped.optimizer.step()
+    stepped.optimizer.zero_grad()
+    dynadapt.migrate(fresh, stepped)
+    assert not stepped.optimizer.state
+    weights = dynadapt.TrainState(nn.Linear(3, 2))
+    with pytest.raises(dynadapt.MigrationAborted) as caught:
+        dynadapt.migrate(weights, fresh)
+    assert caught.value.reason == "missing-key"

@@ -1,9 +1,10 @@
-"""GROUPS B40, B42, B43, FROZEN B09, B12: many groups, tiny and empty ones; what one side freezes."""
+"""GROUPS B40, B42, B43, B45, B46, FROZEN B09, B12: many groups, tiny and empty ones; what one side freezes."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 
 import dynadapt
@@ -212,3 +213,93 @@ def test_parameters_that_one_side_freezes(ranks2: Pool) -> None:
             assert answers[f"thaw {kind}"] == ([f"{n}/param" for n in names], True), answers
             assert answers[f"freeze {kind}"] == ("extra-key", names), answers
             assert answers[f"left {kind}"] == (names, True), answers
+
+
+MEMBERSHIP = ("plain", "fsdp2", "fsdp1-FULL_SHARD", "zero1-fp32", "zero2-fp32", "zero3-fp32")
+
+
+def _part(rank: int, world: int) -> dict[str, Any]:
+    """Optimizers over half of the parameters; the others could be trained, and are not."""
+    found: dict[str, Any] = {}
+    some = recipe(members=_half)
+    source = build_with("plain", some)
+    for kind in (*MEMBERSHIP, "plain"):
+        source.step(0)
+        target = build_with(kind, some)
+        report = dynadapt.migrate(source.state, target.state, timeout=30)
+        described = dynadapt.describe(target.state)
+        found[f"{len(found)} {kind}"] = {
+            "members": sorted(n for g in described.aux["param_groups"] for n in g["names"]),
+            "states": sorted(
+                {k.key.name for k in described.layout.keys if k.key.slot == "exp_avg"}
+            ),
+            "equal": report.fingerprint_source == report.fingerprint_target,
+            "gap": abs(source.step(1) - target.step(1)),
+        }
+        source = target
+    return found
+
+
+def test_an_optimizer_of_some_parameters_keeps_to_them(ranks2: Pool) -> None:
+    """B45: who is in no group stays so in every layout, has no state, and moves as a weight."""
+    members = sorted(name for name in OWN if name != "tiny" and _half(name))
+    for answers in ranks2.run(_part, timeout=250):
+        for answer in answers.values():
+            gap = answer.pop("gap")
+            assert answer == {"members": members, "states": members, "equal": True}, answers
+            assert gap < 0.05, answers
+
+
+def _permuted(rank: int, world: int, kind: str) -> dict[str, Any]:
+    """On rank 1 parameters, and the entries of their states, stand the other way round."""
+
+    def turned(model: nn.Module) -> list[dict[str, Any]]:
+        params = list(names_of(model).values())
+        return [{"params": params[:: -1 if rank else 1]}]
+
+    one = Recipe(torch.optim.AdamW, {"lr": 1e-2}, turned)
+    source, target = build_with("plain", one), build_with(kind, one)
+    source.step(0)
+    for param, entry in list(source.state.optimizer.state.items())[::-1]:
+        del source.state.optimizer.state[param]
+        source.state.optimizer.state[param] = dict(list(entry.items())[:: -1 if rank else 1])
+    before = source.tensors()
+    back = build_with("plain", one)
+    reports = [
+        dynadapt.migrate(a.state, b.state, timeout=30)
+        for a, b in ((source, target), (target, back))
+    ]
+    arrived = back.tensors()
+    return {
+        "prints": {r.fingerprint_source for r in reports} | {r.fingerprint_target for r in reports},
+        "differing": jobs.differing(before, arrived),
+        "losses": source.step(1) == back.step(1),
+    }
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "ddp", "fsdp1-FULL_SHARD"])
+def test_ranks_that_order_parameters_otherwise(ranks2: Pool, kind: str) -> None:
+    """B46: all goes by name, so that nothing is paired by its place."""
+    for answer in ranks2.run(_permuted, kind, timeout=100):
+        assert len(answer["prints"]) == 1
+        assert (answer["differing"], answer["losses"]) == ([], True)
+
+
+def _other_members(rank: int, world: int) -> tuple[str, str]:
+    """Rank 1 has put one tensor into the other group."""
+    source, target = build_with("plain", recipe()), build_with("fsdp2", recipe())
+    if rank:
+        groups = source.state.optimizer.param_groups
+        groups[0]["params"], groups[1]["params"] = groups[1]["params"], groups[0]["params"]
+    try:
+        dynadapt.migrate(source.state, target.state, timeout=30)
+    except dynadapt.MigrationAborted as error:
+        return error.reason, error.findings[0].where
+    return "moved", ""
+
+
+def test_ranks_whose_groups_have_other_members(ranks2: Pool) -> None:
+    """B46: found before anything moves, on all ranks."""
+    answers = ranks2.run(_other_members, timeout=60)
+    assert answers[0] == answers[1]
+    assert answers[0][0] == "ranks-disagree"

@@ -1,4 +1,4 @@
-"""NAMES B76, B78, B79, B81: one state under two sets of names, and tensors that one side keeps fused."""
+"""NAMES B76, B78, B79, B81, B82: one state under two sets of names, and tensors that one side keeps fused."""
 
 from __future__ import annotations
 
@@ -290,3 +290,45 @@ def test_wrappers_in_any_order_do_not_show_in_names(order: str) -> None:
     report = dynadapt.migrate(source, target)
     assert dynadapt.fingerprint(source) == report.fingerprint_target
     assert dynadapt.describe(target).scalars == dynadapt.describe(source).scalars
+
+
+def _flat_and_recomputed(rank: int, world: int, orig: bool) -> dict[str, Any]:
+    """FSDP1 over recomputed modules; torch's own names of parameters and of states then differ."""
+
+    def sharded(seed: int) -> Any:
+        model = jobs.net(seed)
+        for name in ("up", "down"):
+            setattr(model, name, _wrap(getattr(model, name), "A"))
+        wrapped = jobs.fsdp1(model, orig_params=orig)
+        return dynadapt.TrainState(wrapped, jobs.even(wrapped), counters={})
+
+    source, back = sharded(0), sharded(1)
+    plain = dynadapt.TrainState(model := jobs.net(2), jobs.even(model), counters={})
+    for number in range(2):
+        source.model(jobs.tokens(number)).backward()
+        source.optimizer.step()
+        source.optimizer.zero_grad()
+    reports = [dynadapt.migrate(a, b, timeout=30) for a, b in ((source, plain), (plain, back))]
+    keys = [spec.key for spec in dynadapt.describe(source).layout.keys]
+    return {
+        "prints": {r.fingerprint_source for r in reports} | {r.fingerprint_target for r in reports},
+        "weights": {key.name for key in keys if key.slot == "param"},
+        "states": {key.name for key in keys if key.slot == "exp_avg"},
+        "losses": [float(x.model(jobs.tokens(5)).detach()) for x in (source, back)],
+        "gathered": jobs.differing(
+            jobs.fsdp1_tensors(source.model, source.optimizer),
+            jobs.fsdp1_tensors(back.model, back.optimizer),
+        ),
+    }
+
+
+@pytest.mark.parametrize("orig", [False, True])
+def test_states_of_recomputed_flats_have_their_parameters_names(ranks2: Pool, orig: bool) -> None:
+    """B82: one name for a parameter and its state, the bare model's."""
+    names = {name for name, _ in jobs.net().named_parameters()}
+    for answer in ranks2.run(_flat_and_recomputed, orig, timeout=100):
+        assert len(answer["prints"]) == 1
+        assert answer["weights"] == names
+        assert answer["states"] == names - {"frozen.weight"}
+        assert answer["losses"][0] == answer["losses"][1]
+        assert answer["gathered"] == []

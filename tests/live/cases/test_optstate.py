@@ -1,4 +1,4 @@
-"""OPTSTATE B48, B50, B59, STEP B61: every optimizer's state through layouts of every family."""
+"""OPTSTATE B48, B50, B56, B59, B60, STEP B61: every optimizer's state through layouts of every family."""
 
 from __future__ import annotations
 
@@ -136,3 +136,79 @@ def test_what_needs_whole_tensors_is_refused_where_they_are_cut(ranks4: Pool) ->
         for told in answers.values():
             assert told.startswith("unsupported-optimizer: "), answers
             assert "use it with whole parameters" in told
+
+
+def _stepped(seed: int, **hyper: Any) -> dynadapt.TrainState:
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 / (seed + 1), **hyper)
+    state = dynadapt.TrainState(model, optimizer)
+    _once(state)
+    return state
+
+
+def _once(state: dynadapt.TrainState) -> None:
+    state.model(torch.ones(2, 4)).square().sum().backward()
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+
+
+def test_entries_of_groups_that_another_version_has() -> None:
+    """B56: what the source does not know keeps the target's value; what the target does not, is told."""
+    source, target = _stepped(0, weight_decay=0.3), _stepped(1, weight_decay=0.3)
+    for group in source.optimizer.param_groups:
+        del group["decoupled_weight_decay"]  # as AdamW had it before torch 2.6
+        group["layer_scale"] = 0.75  # as a fork of it has
+    report = dynadapt.migrate(source, target)
+    (group,) = target.optimizer.param_groups
+    assert group["decoupled_weight_decay"] is True
+    assert group["lr"] == 0.1
+    assert "layer_scale" not in group
+    told = {outcome.path: outcome for outcome in report.outcomes}
+    assert told["param_groups[0]/layer_scale"].kind == "dropped"
+    kept = told["param_groups[0]/decoupled_weight_decay"]
+    assert (kept.kind, "keeps its own" in kept.note) == ("derived", True)
+    source.optimizer.param_groups[0]["decoupled_weight_decay"] = True
+    for state in (source, target):
+        _once(state)
+    assert torch.equal(source.model.weight, target.model.weight)
+
+
+def _wider(seed: int, stepped: bool) -> dynadapt.TrainState:
+    """Weights in bf16 whose gradients are declared fp32: SGD's momentum is then fp32 as well."""
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(4, 3).to(torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    state = dynadapt.TrainState(model, optimizer)
+    if stepped:
+        _wide_step(state, 0)
+    return state
+
+
+def _wide_step(state: dynadapt.TrainState, number: int) -> None:
+    generator = torch.Generator().manual_seed(number)
+    for parameter in state.model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+
+
+def test_states_are_made_without_a_step_and_of_the_gradients_dtype() -> None:
+    """B60: no gradient is ever set, no hook of the optimizer runs, and no bit of a wider state is lost."""
+    source, target = _wider(0, True), _wider(1, False)
+    called: list[Any] = []
+    target.optimizer.register_step_pre_hook(lambda *_: called.append("step"))
+    dynadapt.migrate(source, target)
+    assert called == []
+    for mine, theirs in zip(target.model.parameters(), source.model.parameters(), strict=True):
+        assert (mine.grad, mine.grad_dtype) == (None, torch.float32)
+        own, given = (
+            x.optimizer.state[p]["momentum_buffer"] for x, p in ((target, mine), (source, theirs))
+        )
+        assert own.dtype == torch.float32
+        assert torch.equal(own, given)
+    for state in (source, target):
+        _wide_step(state, 1)
+    assert torch.equal(source.model.weight, target.model.weight)

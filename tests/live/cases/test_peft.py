@@ -1,18 +1,18 @@
-"""PEFT B84, B86, B87: LoRA models, whose base is frozen, between frameworks, and to and from their base."""
+"""PEFT B84, B86, B87, FROZEN B11, DTYPE B75: LoRA models, whose base is frozen, between frameworks, and to and from their base."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
+from torch import nn
 
 import dynadapt
 from dynadapt.vps.shipped_maps import PEFT
 from tests.live import jobs
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from tests._ranks import Pool
 
 
@@ -179,3 +179,92 @@ def test_a_base_model_into_its_adapters_and_back(ranks4: Pool) -> None:
             assert set(answer["steps"].values()) == {2}, answer
             assert answer["out"] == [], answer
             assert any("up.lora_A.default.weight/" in path for path in answer["dropped"]), answer
+
+
+class Trained(nn.Module):
+    """Nothing but the tensors that a LoRA job trains, under its names."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        for name, parameter in lora(seed).named_parameters():
+            if parameter.requires_grad:
+                path, _, leaf = name.rpartition(".")
+                holder: nn.Module = self
+                for part in path.split("."):
+                    if not hasattr(holder, part):
+                        holder.add_module(part, nn.Module())
+                    holder = holder.get_submodule(part)
+                holder.register_parameter(leaf, nn.Parameter(parameter.detach().clone()))
+
+
+def _only_what_trains(rank: int, world: int, kind: str) -> dict[str, Any]:
+    job = Lora(kind, 0)
+    job.step(0)
+    before = job.tensors()
+    part = Trained(1)
+    target = dynadapt.TrainState(part, jobs.adamw(part), counters={})
+    answer: dict[str, Any] = {}
+    try:
+        dynadapt.migrate(job.state, target, timeout=30)
+    except dynadapt.MigrationAborted as error:
+        answer["refused"] = (error.reason, {f.where.split("/")[0] for f in error.findings})
+    report = dynadapt.migrate(job.state, target, allow={"extra"}, timeout=30)
+    arrived = jobs.torch_tensors(part, target.optimizer)
+    answer["differing"] = jobs.differing({name: before[name] for name in arrived}, arrived)
+    left = {o.path.split("/")[0] for o in report.outcomes if o.kind == "dropped" and "." in o.path}
+    answer["left"] = {name for name in left if name in dict(lora(0).named_parameters())}
+    answer["needed"] = sum(tensor.nbytes for tensor in arrived.values())
+    answer["moved"] = report.bytes_moved
+    back = Lora(kind, 2)
+    back.step(0)
+    kept = back.tensors()
+    dynadapt.migrate(target, back.state, allow={"missing"}, timeout=30)
+    after = back.tensors()
+    answer["back"] = jobs.differing(
+        {name: before[name] if name in arrived else kept[name] for name in kept}, after
+    )
+    return answer
+
+
+@pytest.mark.parametrize("kind", ["zero3-bf16", "fsdp2"])
+def test_only_what_is_trained_of_a_mostly_frozen_model(ranks2: Pool, kind: str) -> None:
+    """FROZEN B11: out and in again; what is left behind, or kept, is named and costs no byte."""
+    named = dict(lora(0).named_parameters())
+    frozen = {name for name, p in named.items() if not p.requires_grad}
+    for answer in ranks2.run(_only_what_trains, kind, timeout=100):
+        assert answer["refused"][0] == "extra-key"
+        assert frozen <= answer["refused"][1]
+        assert answer["differing"] == []
+        assert frozen <= answer["left"]
+        assert answer["moved"] <= 2 * answer["needed"]
+        assert answer["back"] == []
+
+
+def _into_a_bf16_model(rank: int, world: int) -> tuple[str, set[tuple[str, str]], bool]:
+    """fp32 adapters over a base; the other side is bf16 all through and calls adapters otherwise."""
+    job = Lora("zero3-bf16", 0)
+    job.step(0)
+    target = lora(1).to(torch.bfloat16)
+    target.base_model.model.up.lora_A["other"] = target.base_model.model.up.lora_A.pop("default")
+    before = {name: p.detach().clone() for name, p in target.named_parameters()}
+    found: tuple[str, set[tuple[str, str]]] = ("moved", set())
+    try:
+        dynadapt.migrate(job.state, target, narrow="refuse", timeout=30)
+    except dynadapt.MigrationAborted as error:
+        found = (error.reason, {(f.reason, f.where.split("/")[0]) for f in error.findings})
+    same = all(torch.equal(before[name], p.detach()) for name, p in target.named_parameters())
+    return (*found, same)
+
+
+def test_dtypes_and_names_that_do_not_fit_are_told_at_once(ranks2: Pool) -> None:
+    """DTYPE B75: every name without a place and every dtype too narrow, before a byte."""
+    layers = "base_model.model"
+    for _, found, same in ranks2.run(_into_a_bf16_model, timeout=100):
+        assert same
+        assert {
+            ("missing-key", f"{layers}.up.lora_A.other.weight"),
+            ("extra-key", f"{layers}.up.lora_A.default.weight"),
+            ("narrowing", f"{layers}.up.lora_B.default.weight"),
+            ("narrowing", f"{layers}.down.lora_A.default.weight"),
+        } <= found
+        assert not any("base_layer" in name for reason, name in found if reason == "narrowing")

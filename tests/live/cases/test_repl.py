@@ -1,4 +1,4 @@
-"""REPL B123, B125, B126, B128, B129, B131: replicas, who has them, and which of them counts."""
+"""REPL B123, B125, B126, B128, B129, B131, B132: replicas, who has them, and which of them counts."""
 
 from __future__ import annotations
 
@@ -207,3 +207,56 @@ def test_equal_names_with_other_bytes(on_drift: Any) -> None:
     assert answers == [("moved", "")] * 2
     for target in targets:
         assert torch.equal(target.model.weight, sources[0].model.weight)
+
+
+COPIED = ("zero0-bf16", "zero1-bf16", "zero1acc-bf16", "zero2-fp16", "zero3-bf16", "muon")
+
+
+def _forward_weights(engine: Any) -> jobs.Tensors:
+    """What a forward on this rank uses of every trained parameter, gathered as a forward does."""
+    import deepspeed
+
+    found: jobs.Tensors = {}
+    for name, param in engine.module.named_parameters():
+        if param.requires_grad:
+            with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id")):
+                found[name] = param.detach().clone()
+    return found
+
+
+def _copies_are_the_masters(rank: int, world: int) -> dict[str, list[str]]:
+    from tests.live.cases.test_muon import _job as muon
+
+    found = {}
+    for kind in COPIED:
+
+        def make(seed: int, kind: str = kind) -> Any:
+            return muon("zero2-bf16", seed) if kind == "muon" else build(kind, seed=seed)
+
+        source, target = make(1), make(2)
+        source.step(0)
+        target.evaluate()
+        dynadapt.migrate(source.state, target.state, timeout=30)
+        held = source.tensors() if kind != "muon" else {}
+        masters = _masters(target)
+        copies = _forward_weights(target.engine)
+        wrong = [n for n, t in copies.items() if not torch.equal(t, masters[n].to(t.dtype))]
+        wrong += [n for n in masters if held and not torch.equal(masters[n], held[f"{n}/param"])]
+        found[kind] = wrong if copies.keys() == masters.keys() else ["names"]
+    return found
+
+
+def _masters(job: Any) -> jobs.Tensors:
+    from tests.live.cases.test_muon import _weights
+
+    if job.engine.zero_optimization_stage():
+        return _weights(job.engine)
+    trained = {n for n, p in job.engine.module.named_parameters() if p.requires_grad}
+    every = jobs.zero_tensors(job.engine)
+    return {name: every[f"{name}/param"] for name in trained}
+
+
+def test_every_copy_is_its_master_before_the_next_forward(ranks2: Pool) -> None:
+    """B132: on every rank, for every optimizer; a sync that forgets some leaves the loss looking normal."""
+    for found in ranks2.run(_copies_are_the_masters, timeout=200):
+        assert found == {kind: [] for kind in COPIED}
