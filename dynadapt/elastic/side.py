@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -16,12 +17,20 @@ from dynadapt.vps.keys import Key
 from dynadapt.vps.layout import RowLayout
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from dynadapt.elastic.naming import Naming
     from dynadapt.protocols import AuxPolicy, Described
     from dynadapt.transport.control import Control
+    from dynadapt.vps.keys import KeySpec
     from dynadapt.vps.layout import Row
 
 __all__ = ["Side", "unite"]
+
+REMEMBERED = 100_000
+"""Rows of layouts kept: a job that changes layouts back and forth asks for the same ones."""
+
+_layouts: OrderedDict[bytes, RowLayout] = OrderedDict()
 
 Scalars = Mapping[str, Mapping[str, int | float]]
 
@@ -62,6 +71,39 @@ def unite(name: str, control: Control, own: Described | None) -> Side | None:
     if not parts:
         return None
     read = _Reader()
+    findings: list[Finding] = []
+    scalars = _unite_scalars(parts, findings, read)
+    aux = dict(_unite_aux(parts, findings, read, control.seat))
+    united = {p: by_part.united(told, p) for p, told in _told_by_part(parts, read).items()}
+    for part in united.values():
+        findings += part.findings
+        aux.update(part.aux)
+    at = _digest(parts, united)
+    layout = _layouts.pop(at, None)
+    if layout is None:
+        try:
+            layout = RowLayout.of_seats(_described(parts, read, united))
+        except Refused as refused:
+            findings += refused.findings
+    if layout is None or findings:
+        raise Refused(findings)
+    _layouts[at] = layout  # the last asked for is the last to go
+    while sum(len(each.endpoint) for each in _layouts.values()) > REMEMBERED and len(_layouts) > 1:
+        _layouts.popitem(last=False)
+    return Side(
+        layout,
+        scalars,
+        aux,
+        {seat: report["coordinate"] for seat, report in parts.items() if not report["files"]},
+        tuple(sorted({prefix for report in parts.values() for prefix in report["flat"]})),
+        tuple(seat for seat, report in parts.items() if report["files"]),
+    )
+
+
+def _described(
+    parts: Mapping[int, Any], read: _Reader, united: Mapping[str, by_part.United]
+) -> dict[int, tuple[Sequence[KeySpec], Sequence[Row]]]:
+    """The keys and rows of every endpoint, numbered as those of the whole models."""
     described: dict[int, tuple[Any, Any]] = {}
     first_specs = next(iter(parts.values()))["specs"]
     for number, (seat, report) in enumerate(parts.items()):
@@ -76,31 +118,25 @@ def unite(name: str, control: Control, own: Described | None) -> Side | None:
             specs, _ = described.pop(seat)
             first = min(described)
             described[first] = ((*described[first][0], *specs), described[first][1])
-    findings: list[Finding] = []
-    scalars = _unite_scalars(parts, findings, read)
-    aux = dict(_unite_aux(parts, findings, read, control.seat))
-    for prefix, told_of_model in _told_by_part(parts, read).items():
-        united = by_part.united(told_of_model, prefix)
-        findings += united.findings
-        aux.update(united.aux)
-        if united.groups:
+    for prefix, part in united.items():
+        if part.groups:
             own_specs = {seat: own for seat, (own, _) in described.items()}
-            whole = by_part.numbered(own_specs, united, prefix)
+            whole = by_part.numbered(own_specs, part, prefix)
             described = {seat: (whole[seat], rows) for seat, (_, rows) in described.items()}
-    try:
-        layout = RowLayout.of_seats(described)
-    except Refused as refused:
-        findings += refused.findings
-    if findings:
-        raise Refused(findings)
-    return Side(
-        layout,
-        scalars,
-        aux,
-        {seat: report["coordinate"] for seat, report in parts.items() if not report["files"]},
-        tuple(sorted({prefix for report in parts.values() for prefix in report["flat"]})),
-        tuple(seat for seat, report in parts.items() if report["files"]),
-    )
+    return described
+
+
+def _digest(parts: Mapping[int, Any], united: Mapping[str, by_part.United]) -> bytes:
+    """Equal where `_described` makes the same."""
+    numbers = [(prefix, sorted(part.groups.items())) for prefix, part in sorted(united.items())]
+    own = hashlib.sha256(repr(numbers).encode())
+    for seat, report in parts.items():
+        files = (each for item in report["files"].items() for each in item)
+        for each in (seat, report["specs"], report["rows"], *files):
+            data = each if isinstance(each, bytes) else str(each).encode()
+            own.update(b";%d:" % len(data))
+            own.update(data)
+    return own.digest()
 
 
 def _told(name: str, control: Control, own: Described | None) -> dict[int, Any]:

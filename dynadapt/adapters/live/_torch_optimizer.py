@@ -230,6 +230,7 @@ class StateMaker:
 
         A parameter whose state is no business of the source keeps it: else it was refused.
         """
+        needed: dict[tuple[int, torch.Size], dict[str, Any]] = {}  # parameters mostly share shapes
         for member in members:
             if not source.decides(*member.names):
                 continue
@@ -237,9 +238,11 @@ class StateMaker:
             old: dict[str, Any] = self.optimizer.state.get(member.parameter) or {}
             if held:
                 keep = {k: v for k, v in old.items() if held.get(k) != "zero" and _is_real(v)}
-                like = torch.empty(member.parameter.shape, device="meta")
-                needed = fresh_state(self.optimizer, member.group, like) or {}
-                if needed.keys() - keep.keys():
+                at = (member.group_index, member.parameter.shape)
+                if at not in needed:
+                    like = torch.empty(member.parameter.shape, device="meta")
+                    needed[at] = fresh_state(self.optimizer, member.group, like) or {}
+                if needed[at].keys() - keep.keys():
                     self._replace(member.parameter, {**self._fresh(member), **keep})
             elif old and type(self.optimizer).__name__ in _EAGER:
                 self._replace(member.parameter, self._fresh(member))
