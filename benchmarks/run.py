@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import _live, _local, _scale
+from benchmarks import _live, _local, _offline, _scale
 from benchmarks._results import table, write
 
 CASES = {
@@ -18,6 +19,7 @@ CASES = {
     "plan": _local.planning,
     "scale": _scale.cold_plans,
     "simulate": _scale.simulations,
+    "offline": _offline.cases,
 }
 
 
@@ -28,18 +30,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", metavar="PATTERN", default="*", help=f"of {', '.join(CASES)}")
     parser.add_argument("--quick", action="store_true", help="small cases, few rounds")
+    parser.add_argument("--size", choices=_offline.SIZES, help="of the checkpoint of `offline`")
     arguments = parser.parse_args()
     chosen = [name for name in CASES if fnmatch.fnmatch(name, arguments.only)]
     if not chosen:
         parser.error(f"{arguments.only!r} matches none of {', '.join(CASES)}")
     rounds = 3 if arguments.quick else 7
-    results = [result for name in chosen for result in CASES[name](rounds, arguments.quick)]
+    cases = {**CASES, "offline": partial(_offline.cases, size=arguments.size)}
+    results = [result for name in chosen for result in cases[name](rounds, arguments.quick)]
     console = Console()
     console.print(table(results))
     for result in results:
         if result.note:
             console.print(f"[bold]{result.name}[/]: {result.note}", highlight=False)
-    if not arguments.quick and len(chosen) == len(CASES):
+    if not arguments.quick and arguments.size is None and len(chosen) == len(CASES):
         write(results)
 
 
