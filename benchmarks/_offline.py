@@ -2,6 +2,7 @@
 
 The checkpoint is written by real DeepSpeed: ZeRO-3 on four ranks, bf16 with AdamW in fp32. What is read
 has been read before (it is in the page cache); what is written is on the disk at the end (`sync`), for both.
+All of it is in a folder for temporary files (`TMPDIR`), which should be on a disk and have 12 GB.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from statistics import median
@@ -33,39 +35,54 @@ SIZES = {"small": (256, 3), "middle": (768, 5), "full": (1024, 16)}
 """Width and depth of the model: 2.5, 37 and 203 million parameters."""
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDER = ROOT / "build" / "dynadapt-bench-offline"
+FOLDER = Path(tempfile.gettempdir()) / f"dynadapt-bench-{os.getpid()}"
 BIN = Path(sys.executable).parent
 
 #: Target -> the most it may take of a copy, in process and as a command.
 TARGETS = {"universal": (1.3, 1.5), "zero3:dp=2": (1.2, 1.4), "dcp": (1.2, 1.4)}
 PEER_SPEEDUP = 8
-MEMORY_GB = {"small": (0.02, 0.1), "middle": (0.2,), "full": (0.2, 2, 8)}
+MEMORY_GB: dict[str, tuple[float, ...]] = {
+    "small": (0.02, 0.1),
+    "middle": (0.2,),
+    "full": (0.2, 2, 8),
+}
 MEMORY_BAR = 100
 
-#: One process that has imported everything: converts, and prints the seconds and the growth of its memory.
+#: A process that has converted before: prints the seconds of a conversion, in all and by phase.
 CONVERT = """
-import json, os, sys, threading, time
+import json, os, sys, time
 from dynadapt import offline
-from dynadapt.elastic.budget import anonymous_bytes
 warm, source, target, to = sys.argv[1:]
 offline.convert(warm, target + "-warm", to)
-before = most = anonymous_bytes()
+os.sync()
+began = time.perf_counter()
+report = offline.convert(source, target, to)
+print(json.dumps([time.perf_counter() - began, report.seconds]))
+"""
+
+#: Prints the most anonymous memory of a conversion, over that of an interpreter that has imported nothing.
+MEMORY = """
+import json, mmap, sys, threading
+
+def anonymous():
+    resident, shared = open("/proc/self/statm").read().split()[1:3]
+    return (int(resident) - int(shared)) * mmap.PAGESIZE
+
+before = most = anonymous()
 done = threading.Event()
 
 def sample():
     global most
     while not done.wait(0.002):
-        most = max(most, anonymous_bytes())
+        most = max(most, anonymous())
 
 watch = threading.Thread(target=sample)
 watch.start()
-os.sync()
-began = time.perf_counter()
-report = offline.convert(source, target, to)
-seconds = time.perf_counter() - began
+from dynadapt import offline
+offline.convert(*sys.argv[1:])
 done.set()
 watch.join()
-print(json.dumps([seconds, most - before, report.seconds]))
+print(json.dumps(most - before))
 """
 
 #: The same for a comparison.
@@ -106,7 +123,7 @@ def _cases(rounds: int, size: str) -> list[Result]:
         *_weights(source, what, max(rounds // 2, 1)),
         *_differences(source, warm, what, rounds),
         *_fingerprints(rounds, size),
-        *_memory(warm, size),
+        *_memory(source, what, size),
         _help(rounds),
     ]
 
@@ -190,7 +207,7 @@ def _conversions(source: Path, warm: Path, what: str, rounds: int) -> list[Resul
     def inside(to: str) -> float:
         target = _fresh(FOLDER / "to")
         _, told = _timed(sys.executable, "-c", CONVERT, warm, source, target, to)
-        seconds, _, own = json.loads(told)
+        seconds, own = json.loads(told)
         phases[to].append(own)
         return float(seconds)
 
@@ -205,7 +222,10 @@ def _conversions(source: Path, warm: Path, what: str, rounds: int) -> list[Resul
         tasks[f"{to} inside"] = lambda to=to: inside(to)  # type: ignore[misc]
         tasks[f"{to} command"] = lambda to=to: command(to)  # type: ignore[misc]
     times = _in_turn(rounds, tasks)
+    for left in ("to", "copy"):
+        _fresh(FOLDER / left)
     theirs = [_universal(source) for _ in range(max(rounds // 4, 1))]
+    _fresh(FOLDER / "theirs")
     results = []
     for to, (in_process, as_command) in TARGETS.items():
         middle_run = phases[to][len(phases[to]) // 2]
@@ -248,6 +268,8 @@ def _weights(source: Path, what: str, rounds: int) -> list[Result]:
         return _timed(sys.executable, *words)[0]
 
     times = _in_turn(rounds, {"ours": ours, "theirs": theirs})
+    for left in ("to", "theirs"):
+        _fresh(FOLDER / left)
     name = f"as a command, weights of {what} -> safetensors, s (beside zero_to_fp32)"
     return [middle(name, times["ours"], times["theirs"], bar=1 / 3)]
 
@@ -315,15 +337,19 @@ def _fingerprints(rounds: int, size: str) -> list[Result]:
 
         times = _in_turn(rounds, {"": task})
         gb = sum(spec.nbytes for spec in found.keys) / 1e9
-        label = f"fingerprint of a checkpoint in {name}, s for a GB on one core"
-        results.append(Result(label, median(times[""]) / gb, bar=1 / bar))
+        results.append(_pace(f"fingerprint of a checkpoint in {name}", median(times[""]) / gb, bar))
     wide = np.random.default_rng(0).standard_normal((2048, nbytes // 8192)).astype("f4")
     column = wide[:, : wide.shape[1] // 2]
     box, key = Box((0, 0), column.shape), Key("w", "param")
     times = _in_turn(rounds, {"": lambda: _clock(lambda: weighted_sum(column, box, key))})
-    label = "fingerprint of a column box in fp32, s for a GB on one core"
-    results.append(Result(label, median(times[""]) / (column.nbytes / 1e9), bar=1 / 4))
-    return results
+    seconds = median(times[""]) / (column.nbytes / 1e9)
+    return [*results, _pace("fingerprint of a column box in fp32", seconds, 4)]
+
+
+def _pace(name: str, seconds: float, bar: float) -> Result:
+    """Of what should reach `bar` GB/s on one core."""
+    note = f"{1 / seconds:.1f} GB/s; the bar is {bar} GB/s"
+    return Result(f"{name}, s for a GB on one core", seconds, bar=1 / bar, note=note)
 
 
 def _clock(task: Callable[[], Any]) -> float:
@@ -332,20 +358,24 @@ def _clock(task: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def _memory(warm: Path, size: str) -> list[Result]:
-    results = []
-    for gigabytes in MEMORY_GB[size]:
-        source = _sparse(_fresh(FOLDER / "sparse"), int(gigabytes * 1e9))
-        if shutil.disk_usage(FOLDER).free < 3e9 * gigabytes:
-            continue
+def _memory(source: Path, what: str, size: str) -> list[Result]:
+    """Of the checkpoint, and of synthesised ones whose source takes no room on the disk."""
+
+    def grown(path: Path) -> float:
         target = _fresh(FOLDER / "to")
-        small = _sparse(_fresh(FOLDER / "tiny"), 1 << 20)
-        _, told = _timed(sys.executable, "-c", CONVERT, small, source, target, "universal")
-        grown = json.loads(told)[1] / 2**20
-        label = f"anonymous memory of a conversion of {gigabytes:g} GB, MiB over the interpreter's"
-        results.append(Result(label, grown, bar=MEMORY_BAR))
+        _, told = _timed(sys.executable, "-c", MEMORY, path, target, "universal")
         _fresh(target)
-        _fresh(source)
+        return float(json.loads(told)) / 2**20
+
+    about = "anonymous memory of a conversion to universal, MiB over the interpreter's"
+    results = [Result(f"{about}: {what}", grown(source), bar=MEMORY_BAR)]
+    for gigabytes in MEMORY_GB[size]:
+        if shutil.disk_usage(FOLDER).free < 2e9 * gigabytes:
+            continue
+        sparse = _sparse(_fresh(FOLDER / "sparse"), int(gigabytes * 1e9))
+        label = f"{about}: safetensors, {gigabytes:g} GB"
+        results.append(Result(label, grown(sparse), bar=MEMORY_BAR))
+        _fresh(sparse)
     return results
 
 
