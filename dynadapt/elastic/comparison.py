@@ -15,6 +15,7 @@ import numpy as np
 
 from dynadapt.elastic import hints
 from dynadapt.elastic.checkpoint import layout_of
+from dynadapt.files import raw_dtype
 from dynadapt.transport.casts import CASTABLE, cast
 from dynadapt.transport.stream import PIECE, Sources, boxes_of
 from dynadapt.vps.box import Box, linear_index
@@ -49,7 +50,8 @@ class Tolerance:
 class Difference:
     """What is known of one key in two checkpoints.
 
-    `rounding` is a verdict on values that are neighbours in the coarser of both dtypes; `within` says
+    `identical` is a verdict on values: of one dtype, on their bits (a NaN's and a zero's sign too).
+    `rounding` is one on values that are neighbours in the coarser of both dtypes; `within` says
     that all differences are inside the tolerance that was asked for.
     `first` is the first coordinate, in row-major order, whose values differ; `places` say which file
     holds it on each side, `values` what is there. `ulp` is in steps of the coarser of both dtypes.
@@ -175,11 +177,15 @@ class _Side:
                 self.names[Key(name, spec.key.slot)] = spec
 
     def read(self, spec: KeySpec, box: Box) -> NDArray[Any]:
-        """The elements of a box, raw."""
+        """The elements of a box, raw; zeros of what its owner never made."""
+        if spec.presence != "present":
+            return np.zeros(box.shape, raw_dtype(spec.dtype))
         return self.sources.read(spec.key, box)
 
     def place(self, spec: KeySpec, coordinate: tuple[int, ...]) -> str:
         """The file that holds an element, and where in it."""
+        if spec.presence != "present":
+            return "nothing is held, as before a first step"
         at = Box(coordinate, tuple(x + 1 for x in coordinate))
         row = self.sources.rows(spec.key, at)[0]
         buffer = self.own.buffers[row.buffer]
@@ -244,7 +250,7 @@ class _Run:
         if a.shape != b.shape:
             return Difference(str(a.key), "different", **known)  # type: ignore[arg-type]
         tally = _Tally()
-        if a.presence == b.presence == "present" and a.numel:
+        if "present" in (a.presence, b.presence) and a.numel:
             most = max(PIECE // max(itemsize(a.dtype), itemsize(b.dtype)), 1)
             for box in boxes_of(Box.whole(a.shape), most):
                 x, y = self.one.read(a, box), self.two.read(b, box)
@@ -286,16 +292,17 @@ class _Run:
             nans = np.isnan(wide[0]) & np.isnan(wide[1])
             steps = np.abs(ordered[0] - ordered[1])
             steps[nans] = 0
-            if a.dtype == b.dtype:
-                differ = (x.view(f"u{x.itemsize}") != y.view(f"u{y.itemsize}")) & ~nans
-            else:
-                differ = (wide[0] != wide[1]) & ~nans
+            differ = _bits_of(x) != _bits_of(y) if a.dtype == b.dtype else _unlike(*wide) & ~nans
             with np.errstate(invalid="ignore"):
                 gap = np.abs(wide[0] - wide[1])
+                gap[nans] = 0
+                far = ~np.isfinite(gap)  # an infinity or a NaN is no neighbour of anything
                 limit = self.tolerance.atol + self.tolerance.rtol * np.abs(wide[1])
                 allowed = gap <= limit
                 if self.tolerance.ulp:
                     allowed |= steps <= self.tolerance.ulp
+                allowed &= ~far & (self.tolerance != Tolerance())  # else -0.0 would count as 0.0
+            tally.strange |= bool((differ & far).any())
         if not differ.any():
             return
         tally.count += int(differ.sum())
@@ -303,6 +310,8 @@ class _Run:
         with np.errstate(invalid="ignore", divide="ignore"):
             gap = np.abs(wide[0] - wide[1])[differ]
             scale = np.maximum(np.abs(wide[0]), np.abs(wide[1]))[differ]
+            both = np.isnan(wide[0][differ]) & np.isnan(wide[1][differ])
+            gap[both | (scale == 0)], scale[both | (scale == 0)] = 0, 1
             tally.max_abs = _top(tally.max_abs, gap)
             tally.max_rel = _top(tally.max_rel, gap / scale)
         tally.max_ulp = max(tally.max_ulp, int(steps[differ].max()))
@@ -314,11 +323,21 @@ class _Run:
             tally.values = (float(wide[0][inside]), float(wide[1][inside]))
 
 
+def _bits_of(array: NDArray[Any]) -> NDArray[Any]:
+    return array.view(f"u{array.itemsize}")
+
+
+def _unlike(x: NDArray[Any], y: NDArray[Any]) -> NDArray[Any]:
+    """Where two arrays of floats differ, signs of zeros included."""
+    found: NDArray[Any] = (x != y) | (np.signbit(x) != np.signbit(y))
+    return found
+
+
 def _bits_equal(x: NDArray[Any], y: NDArray[Any]) -> bool:
     if x.flags.c_contiguous and y.flags.c_contiguous and x.nbytes == y.nbytes:
         # The C library's, which holds no lock of the interpreter and makes no array of answers.
         return not _memcmp(x.ctypes.data, y.ctypes.data, x.nbytes)
-    return bool(np.array_equal(x.view(f"u{x.itemsize}"), y.view(f"u{y.itemsize}")))
+    return bool(np.array_equal(_bits_of(x), _bits_of(y)))
 
 
 _memcmp = ctypes.CDLL(None).memcmp
@@ -375,12 +394,20 @@ def _aux_differences(
 
 
 def _flat_aux(items: tuple[AuxItem, ...]) -> dict[str, Any]:
-    """Hyperparameters by parameter, the rest by path; how a job was configured is not its state."""
+    """Hyperparameters by parameter, counts by name, the rest by path; how a job was configured is no state.
+
+    A count is one wherever a format keeps it, and one that is zero is as good as none.
+    """
     found: dict[str, Any] = {}
     for item in items:
+        name = item.path.removeprefix("user/")
         if item.path == "behaviour":
             continue
-        if item.path == "param_groups":
+        if item.path == "counters":
+            found |= {f"counters/{n}": _plain(v) for n, v in item.value.items() if v != 0}
+        elif name != item.path and type(item.value) is int:
+            found |= {f"counters/{name}": item.value} if item.value else {}
+        elif item.path == "param_groups":
             for group in item.value:
                 for name in group["names"]:
                     for label, value in group["hyper"].items():

@@ -30,7 +30,7 @@ def hinted(found: Difference, one: _Side, two: _Side) -> Difference:
     name, _, slot = found.key.rpartition("/")
     a = one.names[Key(name, slot)]
     b = next(two.names[Key(n, slot)] for n in (name, *a.aliases) if Key(n, slot) in two.names)
-    if max(a.nbytes, b.nbytes) > LARGEST:
+    if max(a.nbytes, b.nbytes) > LARGEST or not (a.numel and b.numel):
         return found
     hint = next(_reasons(a, b, one, two), "")
     return replace(found, hint=hint) if hint else found
@@ -41,8 +41,10 @@ def _reasons(a: KeySpec, b: KeySpec, one: _Side, two: _Side) -> Iterator[str]:
     if a.shape != b.shape:
         if a.shape == b.shape[::-1] and a.dtype == b.dtype and _same(x, y.T):
             yield "transposed: b is a with its dims in the other order"
-        elif _padded(x, y) or _padded(y, x):
-            yield "only padding: one has more rows, and the rest is equal"
+        elif _longer(x, y) or _longer(y, x):
+            more = y[x.shape[0] :] if x.shape[0] < y.shape[0] else x[y.shape[0] :]
+            rows = f"one has {more.shape[0]} more rows, {'not all' if more.any() else 'all'} zeros"
+            yield f"{'more rows' if more.any() else 'only padding'}: {rows}, and the rest is equal"
         return
     if a.dtype == b.dtype:
         if x.ndim == 2 and x.shape[0] == x.shape[1] and _same(x, y.T):
@@ -68,6 +70,8 @@ def _reasons(a: KeySpec, b: KeySpec, one: _Side, two: _Side) -> Iterator[str]:
 
 def _neighbours(b: KeySpec, y: NDArray[Any], two: _Side, one: _Side) -> Iterator[str]:
     """A tensor that has another tensor's value: names mixed up, or a tie that one side lost."""
+    if np.all(y == y.flat[0]):
+        return  # biases of zeros, norms of ones: as many have
     alike = [
         spec
         for spec in one.layout.keys
@@ -85,7 +89,7 @@ def _same(x: NDArray[Any], y: NDArray[Any]) -> bool:
     return x.shape == y.shape and bool(np.array_equal(x, y))
 
 
-def _padded(x: NDArray[Any], y: NDArray[Any]) -> bool:
+def _longer(x: NDArray[Any], y: NDArray[Any]) -> bool:
     return (
         x.ndim == y.ndim > 0
         and x.shape[0] < y.shape[0]
@@ -101,5 +105,6 @@ def _whole_scale(x: NDArray[Any], y: NDArray[Any], a: KeySpec, b: KeySpec) -> bo
     used = (u != 0) & (v != 0)
     if used.sum() < 2 or not np.array_equal(u == 0, v == 0):
         return False
-    ratio = v[used] / u[used]
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+        ratio = v[used] / u[used]
     return bool(ratio[0] != 1 and np.all(ratio == ratio[0]) and np.frexp(ratio[0])[0] == 0.5)

@@ -24,6 +24,7 @@ from dynadapt.adapters.checkpoints._deepspeed_files import (
     scaler_item,
     ties_of,
 )
+from dynadapt.adapters.checkpoints._deepspeed_mixed import mixed
 from dynadapt.adapters.checkpoints._optimizer_kinds import family_of_slots
 from dynadapt.adapters.checkpoints._pickle import StoredTensor
 from dynadapt.adapters.checkpoints._rows import Files
@@ -78,6 +79,8 @@ class Reading(ABC):
 
     def described(self) -> Described:
         """All of it; raises `Refused` with every finding."""
+        if findings := mixed(self.folder):
+            raise Refused(findings)
         own = self.optimizer()
         self._frozen()
         self._module()

@@ -10,6 +10,7 @@ import errno
 import os
 import zlib
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.adapters.checkpoints._torch_write import Frame, lay_out
@@ -38,8 +39,12 @@ class Making:
     sizes: dict[str, int] = field(default_factory=dict)
 
     def torch_file(self, path: str, storages: Mapping[str, tuple[str, int]]) -> None:
-        """Lay out a `torch.save` file; `storages` are (dtype, elements) by name."""
-        frame = lay_out({name: n * itemsize(kind) for name, (kind, n) in storages.items()})
+        """Lay out a `torch.save` file; `storages` are (dtype, elements) by name.
+
+        It has its own name in it, as torch writes it: a file that was renamed since can be told.
+        """
+        sizes = {name: n * itemsize(kind) for name, (kind, n) in storages.items()}
+        frame = lay_out(sizes, PurePath(path).stem)
         self.frames[path], self.sizes[path] = frame, frame.size
         for name, (dtype, numel) in storages.items():
             at, _ = frame.places[name]

@@ -43,11 +43,15 @@ KNOWN = 1 << 14
 
 @dataclass(frozen=True)
 class TorchFile:
-    """The tree of one file, with a `StoredTensor` for each tensor, and its storages' places."""
+    """The tree of one file, with a `StoredTensor` for each tensor, and its storages' places.
+
+    `root` is the folder inside the zip: the name, without its ending, under which torch wrote the file.
+    """
 
     path: str
     tree: Any
     storages: Mapping[str, tuple[int, int]]
+    root: str = ""
 
     def buffer(self, tensor: StoredTensor) -> FileBuffer:
         """The storage behind a tensor, seen in the tensor's dtype; raises `Refused`."""
@@ -87,7 +91,8 @@ def read_torch(
         fix = "load it with torch and save it again" if old else "it may be damaged: copy it again"
         raise Refused([Finding("legacy-file" if old else "bad-file", path, cause, fix)])
     try:
-        records = {name.partition("/")[2]: _place(data, name, *at) for name, *at in _listed(data)}
+        listed = _listed(data)
+        records = {name.partition("/")[2]: _place(data, name, *at) for name, *at in listed}
         if "data.pkl" not in records:
             raise ValueError("it has no data.pkl")
         if "byteorder" in records:
@@ -106,7 +111,7 @@ def read_torch(
         for name, (offset, nbytes) in records.items()
         if name.startswith(prefix)
     }
-    return TorchFile(path, tree, storages)
+    return TorchFile(path, tree, storages, listed[0][0].partition("/")[0])
 
 
 _trees: dict[bytes, StoredTensor] = {}
