@@ -83,7 +83,11 @@ def test_a_tolerance_of_one_kind_is_not_another(tmp_path: Path) -> None:
     [
         (np.zeros((0, 3), F4), np.zeros((3, 0), F4), ""),
         (np.ones((2, 3), F4), np.eye(4, 3, dtype=F4) * 0, ""),
-        (np.ones((2, 3), F4), np.vstack([np.ones((2, 3), F4), np.zeros((1, 3), F4)]), "only padding"),
+        (
+            np.ones((2, 3), F4),
+            np.vstack([np.ones((2, 3), F4), np.zeros((1, 3), F4)]),
+            "only padding",
+        ),
         (np.ones((2, 3), F4), np.vstack([np.ones((2, 3), F4), np.ones((1, 3), F4)]), "more rows"),
         (np.arange(3, dtype=F4), np.zeros(3, F4), ""),  # `other` is zeros too: no tie
     ],
