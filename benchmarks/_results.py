@@ -84,10 +84,14 @@ def table(results: Sequence[Result]) -> Table:
     return found
 
 
-def write(results: Sequence[Result]) -> None:
-    """The benchmarks' part of `results.json`, and the page anew."""
+def write(results: Mapping[str, Sequence[Result]]) -> None:
+    """The benchmarks' part of `results.json`, and the page anew; what other cases gave is kept."""
     fields = ("name", "ours", "peer", "ratio", "bar", "met", "note")
-    rows = [{field: getattr(result, field) for field in fields} for result in results]
+    rows = [
+        row for row in _known().get("benchmarks", {}).get("rows", []) if row["case"] not in results
+    ]
+    for case, own in results.items():
+        rows += [{"case": case} | {field: getattr(r, field) for field in fields} for r in own]
     _keep("benchmarks", rows)
 
 
@@ -107,11 +111,18 @@ def write_fuzz(rows: Sequence[Mapping[str, str]]) -> None:
     _keep("fuzz", [dict(zip(fields, (*key, n), strict=True)) for key, n in sorted(counts.items())])
 
 
+FILE = HERE / "results.json"
+
+
+def _known() -> dict[str, Any]:
+    known: dict[str, Any] = json.loads(FILE.read_text()) if FILE.exists() else {}
+    return known
+
+
 def _keep(part: str, rows: list[Any]) -> None:
-    path = HERE / "results.json"
-    known = json.loads(path.read_text()) if path.exists() else {}
+    known = _known()
     known[part] = {"machine": machine(), "rows": rows}
-    path.write_text(json.dumps(known, indent=1) + "\n")
+    FILE.write_text(json.dumps(known, indent=1) + "\n")
     (HERE / "RESULTS.md").write_text("\n".join(page(known)) + "\n")
 
 
@@ -136,8 +147,8 @@ def _benchmarks(machine: list[str], rows: list[dict[str, Any]]) -> list[str]:
         "",
         "Written by `make bench`. Each case and its peer run in turn in one run, after a warm-up; the",
         "numbers are medians. Absolute times drift by a factor of two on a shared machine: only the",
-        "ratios mean anything. `--only PATTERN` runs some cases, `--quick` small ones; neither writes",
-        "this page.",
+        "ratios mean anything. `--only PATTERN` runs some cases, and writes them with `--write`;",
+        "`--quick` runs small ones, and does not.",
         "",
         *(f"- {fact}" for fact in machine),
         "",

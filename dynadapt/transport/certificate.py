@@ -11,14 +11,16 @@ number generators", OOPSLA 2014).
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
@@ -32,7 +34,13 @@ MASK = (1 << 64) - 1
 
 _DIGIT = 12
 _BLOCK = 1 << 17
-"""Elements hashed at a time: the widened words stay in the cache."""
+"""Elements hashed at a time: what is made of them stays in the second-level cache."""
+
+_LONG = 1 << 14
+"""Coordinates of one dim whose weights are made at once, at most."""
+
+_SHARED = 1024
+"""Weights that are made together: a tensor comes in pieces that follow one another."""
 
 _SHORT = 512
 """Inner products shorter than this are made longer, by multiplying the weights of two dims."""
@@ -70,7 +78,40 @@ def _table(seed: int, dim: int, digit: int, start: int, stop: int) -> NDArray[np
     return values
 
 
-def _dim_weights(seed: int, dim: int, lo: int, hi: int) -> NDArray[np.uint64]:
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Coordinates `[lo, hi)` of a dim, or such values of one of their digits."""
+
+    dim: int
+    lo: int
+    hi: int
+    digit: int | None = None
+
+
+def _spans(dim: int, lo: int, hi: int) -> Iterator[tuple[int, int, tuple[_Span, ...]]]:
+    """Coordinates `[lo, hi)` in stretches; a long one by its digits, whose weights are few."""
+    first, last = -(-lo >> _DIGIT), hi >> _DIGIT
+    start, stop = first << _DIGIT, last << _DIGIT
+    if hi - lo <= _LONG:
+        yield lo, hi, (_Span(dim, lo, hi),)
+        return
+    yield start, stop, (_Span(dim, first, last, 1), _Span(dim, 0, 1 << _DIGIT, 0))
+    if lo < start:
+        yield lo, start, (_Span(dim, lo, start),)
+    if stop < hi:
+        yield stop, hi, (_Span(dim, stop, hi),)
+
+
+def _weights(seed: int, span: _Span) -> NDArray[np.uint64]:
+    """Odd weights of a span: a view of what its neighbours share."""
+    if span.digit is not None:
+        return _table(seed, span.dim, span.digit, span.lo, span.hi)
+    start, stop = span.lo // _SHARED * _SHARED, -(-span.hi // _SHARED) * _SHARED
+    return _shared(seed, span.dim, start, stop)[span.lo - start : span.hi - start]
+
+
+@lru_cache(maxsize=32)
+def _shared(seed: int, dim: int, lo: int, hi: int) -> NDArray[np.uint64]:
     """Odd weights of the coordinates `[lo, hi)` of one dim."""
     high_lo, high_hi = lo >> _DIGIT, ((hi - 1) >> _DIGIT) + 1
     high = _table(seed, dim, 1, high_lo, high_hi)
@@ -105,15 +146,19 @@ def weighted_sum(array: NDArray[Any], box: Box, key: Key) -> int:
     """
     if not box.volume:
         return 0
-    seed = key_seed(key.name, key.slot)
-    weights = [
-        _dim_weights(seed, dim, low, high)
-        for dim, (low, high) in enumerate(zip(box.lo, box.hi, strict=True))
-    ]
-    return _sum(array, weights, seed)
+    seed, total = key_seed(key.name, key.slot), 0
+    if not box.ndim:
+        return int(_line(seed, (), array.itemsize)[0].apply(array.reshape(1))[0])
+    cells = (_spans(dim, *ends) for dim, ends in enumerate(zip(box.lo, box.hi, strict=True)))
+    for cell in product(*map(tuple, cells)):
+        index = tuple(slice(a - lo, b - lo) for (a, b, _), lo in zip(cell, box.lo, strict=True))
+        spans = tuple(span for _, _, own in cell for span in own)
+        shape = tuple(span.hi - span.lo for span in spans)
+        total += _sum(array[index].reshape(shape), spans, seed)
+    return total & MASK
 
 
-class _Inner:
+class _Line:
     """Weights of the innermost dims, flattened, in the form in which they are applied fastest."""
 
     __slots__ = ("_even", "_odd", "_size", "_weights")
@@ -125,52 +170,63 @@ class _Inner:
             self._even = np.ascontiguousarray(weights[0::2])
             self._odd = weights[1::2] - (self._even << np.uint64(32))
 
-    def apply(self, flat: NDArray[Any]) -> NDArray[np.uint64]:
-        """Sums of consecutive stretches of `flat`, each as long as the weights.
+    def times(self, weights: NDArray[np.uint64]) -> _Line:
+        """The same of one dim more."""
+        return _Line(_outer(weights, self._weights), self._size)
+
+    def __len__(self) -> int:
+        return self._weights.size
+
+    def apply(self, array: NDArray[Any]) -> NDArray[np.uint64]:
+        """Sums of the stretches of an array, row-major, that are as long as the weights.
 
         Two 32-bit words are one 64-bit number `v = first + 2**32 * second`, so mod 2^64 the weights
         `a` and `b` of the two are `v * a + (v >> 32) * (b - 2**32 * a)`, and nothing is widened.
         """
+        flat = np.ascontiguousarray(array).reshape(-1)
         if self._even is not None:
             pairs = flat.view(np.uint64)
             if pairs.flags.aligned:
                 pairs = pairs.reshape(-1, self._even.size)
-                return _product(pairs, self._even) + _product(pairs >> np.uint64(32), self._odd)
+                return _dot(pairs, self._even) + _dot(pairs >> np.uint64(32), self._odd)
         words = flat.view(f"u{self._size}").astype(np.uint64)
-        return _product(words.reshape(-1, self._weights.size), self._weights)
+        return _dot(words.reshape(-1, self._weights.size), self._weights)
 
 
-def _sum(array: NDArray[Any], weights: Sequence[NDArray[np.uint64]], seed: int) -> int:
-    """The hash of a box: cut along its first dims into blocks that fit the cache, and added."""
-    if not array.ndim:
-        array, weights = array.reshape(1), [np.ones(1, np.uint64)]
-    inner = prod(array.shape[1:])
-    if inner > _BLOCK:
-        slabs = zip(weights[0], array, strict=True)
-        return sum(int(w) * _sum(slab, weights[1:], seed) for w, slab in slabs) & MASK
-    first, dims, size = weights[0], list(weights[1:]), array.dtype.itemsize
-    if size > 4:
-        dims.append(word_weights(seed, size // 4))
-    last = dims.pop() if dims else np.ones(1, np.uint64)
+@lru_cache(maxsize=16)
+def _line(seed: int, spans: tuple[_Span, ...], size: int) -> tuple[_Line, int]:
+    """The innermost dims, their weights multiplied, and how many of the `spans` are not among them."""
+    dims = [_weights(seed, span) for span in spans]
+    last = word_weights(seed, size // 4) if size > 4 else np.ones(1, np.uint64)
     while dims and last.size < _SHORT:
         last = _outer(dims.pop(), last)
-    prepared = _Inner(last, min(size, 4)) if last.size >= _SHORT else None
+    return _Line(last, min(size, 4)), len(dims)
+
+
+def _sum(array: NDArray[Any], spans: tuple[_Span, ...], seed: int) -> int:
+    """The hash of a box: cut along its first dims into blocks that fit the cache, and added."""
+    first, inner = _weights(seed, spans[0]), prod(array.shape[1:])
+    if inner > _BLOCK:
+        slabs = zip(first.tolist(), array, strict=True)
+        return sum(w * _sum(slab, spans[1:], seed) for w, slab in slabs) & MASK
+    line, left = _line(seed, spans[1:], array.itemsize)
+    short = len(line) < _SHORT  # then all inner dims are in it
+    outer = [_weights(seed, span) for span in spans[left:0:-1]]
     rows = max(_BLOCK // inner, 1)
     total = 0
     for at in range(0, array.shape[0], rows):
-        flat = np.ascontiguousarray(array[at : at + rows]).reshape(-1)
-        own = first[at : at + rows]
-        if prepared is None:
-            total += int(_Inner(_outer(own, last), min(size, 4)).apply(flat)[0])
+        part, own = array[at : at + rows], first[at : at + rows]
+        if short:
+            total += int(line.times(own).apply(part)[0])
             continue
-        sums = prepared.apply(flat)
-        for weight in (*reversed(dims), own):
-            sums = _product(sums.reshape(-1, weight.size), weight)
+        sums = line.apply(part)
+        for weight in (*outer, own):
+            sums = _dot(sums.reshape(-1, weight.size), weight)
         total += int(sums[0])
     return total & MASK
 
 
-def _product(rows: NDArray[np.uint64], weights: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _dot(rows: NDArray[np.uint64], weights: NDArray[np.uint64]) -> NDArray[np.uint64]:
     found: NDArray[np.uint64] = np.einsum("ij,j->i", rows, weights)
     return found
 
