@@ -144,7 +144,10 @@ CASES: Mapping[str, tuple[Setup, list[Setup]]] = {
         Setup("llama odd", clip=0.5),
         [replace(WHOLE, model="llama odd", stage=3), Setup("llama odd", tp=4, stage=2)],
     ),
-    "zero2, tied head by vocabulary": (Setup("llama tied", stage=2), [Setup("llama tied", tp=4)]),
+    "zero2, tied head by vocabulary, through ZeRO-3 over it": (
+        Setup("llama tied", stage=2),
+        [Setup("llama tied", tp=4), Setup("llama tied", stage=3)],
+    ),
     "fused parts, fp32": (
         Setup("fused", dtype="fp32", plan=FUSED),
         [
@@ -165,7 +168,6 @@ MORE: Mapping[str, tuple[Setup, list[Setup]]] = {
         [Setup("llama tied", stage=2)],
     ),
     "fp16": (Setup(dtype="fp16", stage=2), [replace(WHOLE, dtype="fp16", stage=1)]),
-    "ZeRO-3 over it": (Setup("llama tied", stage=2), [Setup("llama tied", stage=3)]),
 }
 
 

@@ -115,6 +115,8 @@ def observe_autotp(rank: int, world: int, kind: str, tp: int, stage: int) -> tup
         )[0]
 
     def read(engine: Any) -> dict[str, NDArray[Any]]:
+        if stage == 0:
+            return read_locals(engine.module)
         if stage == 3:
             flats = engine.optimizer.fp32_partitioned_groups_flat
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,11 +26,13 @@ WIDTHS = (3, 5, 4, 7, 6, 2)
 
 @dataclass(frozen=True)
 class Pipe:
-    """`stages` of a DeepSpeed pipeline; the rest of the world is data parallel."""
+    """`stages` of a DeepSpeed pipeline; the rest of the world is data parallel. `zero` is its stage."""
 
     stages: int
     method: str = "uniform"
     dtype: str = "float32"
+    zero: int = 1
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 def pipe_shapes() -> dict[str, tuple[int, ...]]:
@@ -66,17 +68,20 @@ def observe_pipe(rank: int, world: int, case: Pipe) -> tuple[list[int], tuple[Ro
                 "train_micro_batch_size_per_gpu": 1,
                 "zero_allow_untested_optimizer": True,
                 "zero_optimization": {
-                    "stage": 1,
+                    "stage": case.zero,
                     "reduce_bucket_size": 1000,
                     "allgather_bucket_size": 1000,
                 },
                 **precision,
+                **case.config,
             },
             dist_init_required=False,
         )[0]
 
     def read(engine: Any) -> dict[str, NDArray[Any]]:
-        return {"param": read_flats(engine.optimizer)["param 0"]}
+        if case.zero:
+            return {"param": read_flats(engine.optimizer)["param 0"]}
+        return read_locals(engine.module)
 
     rows = probe(markers(pipe_shapes(), case.dtype), load, read)
     return parts[0], rows

@@ -41,6 +41,8 @@ AUTOTP = [
     ("llama tied", 2, 2, 1, "zero1:tp=2"),
     ("llama", 4, 2, 1, "zero1:dp=2,tp=2"),
     ("llama tied", 4, 2, 3, "zero3:dp=2,tp=2"),
+    ("llama", 4, 2, 2, "zero2:dp=2,tp=2"),
+    ("llama tied", 4, 2, 0, "zero0:dp=2,tp=2"),
 ]
 
 

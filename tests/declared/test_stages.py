@@ -18,6 +18,8 @@ from tests.declared._stages import (
     pipe_shapes,
 )
 
+BF16_OPTIMIZER = {"data_types": {"grad_accum_dtype": "fp32"}}
+
 #: A DeepSpeed pipeline, and ranks; where nothing else is said the first stages are the longer ones.
 PIPES = [
     (Pipe(2), 2),
@@ -26,6 +28,8 @@ PIPES = [
     (Pipe(2, dtype="bfloat16"), 4),
     (Pipe(2, method="parameters"), 4),
     (Pipe(4), 8),
+    (Pipe(2, zero=0), 4),
+    (Pipe(2, dtype="bfloat16", config=BF16_OPTIMIZER), 4),
 ]
 MORE_PIPES = [
     (Pipe(1), 3),
@@ -46,7 +50,7 @@ TRACED = [
 
 def check(case: Pipe, world: int) -> None:
     observed = _worlds.run(world, observe_pipe, case)
-    spec = f"zero1:pp={case.stages},dp={world // case.stages}"
+    spec = f"zero{case.zero}:pp={case.stages},dp={world // case.stages}"
     if case.method != "uniform":
         runs = [b - a for a, b in itertools.pairwise(observed[0][0])]
         spec += f",stages={'-'.join(map(str, runs))}"
@@ -55,7 +59,7 @@ def check(case: Pipe, world: int) -> None:
 
 
 @pytest.mark.parametrize(("case", "world"), PIPES)
-def test_stages_of_deepspeed_under_zero1(case: Pipe, world: int) -> None:
+def test_stages_of_deepspeed(case: Pipe, world: int) -> None:
     check(case, world)
 
 

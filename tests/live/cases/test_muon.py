@@ -11,8 +11,11 @@ import dynadapt
 from tests import _ranks
 from tests.live import jobs
 from tests.live.kinds import RECIPES, EngineJob, TorchJob
+from tests.live.kinds.deepspeed_parallel import PLAN
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from tests._ranks import Pool
 
 #: `torch_adam`, as FusedAdam takes minutes to compile; the orthogonalisation in bf16, as torch's.
@@ -33,7 +36,7 @@ CHAINS = [
 NIGHTLY = {0, 1, 5, 6, 7}
 
 
-def _job(kind: str, seed: int, *, matrices: bool = False) -> EngineJob:
+def _job(kind: str, seed: int, *, matrices: bool = False, **config: Any) -> EngineJob:
     """An engine with Muon over matrices and AdamW over the rest, or nothing but `matrices`."""
     import deepspeed
 
@@ -61,6 +64,7 @@ def _job(kind: str, seed: int, *, matrices: bool = False) -> EngineJob:
             "steps_per_print": 10**9,
             **jobs.PRECISIONS[dtype],
             **more,
+            **config,
         },
         dist_init_required=False,
     )[0]
@@ -180,15 +184,24 @@ def test_torchs_muon_and_deepspeeds_mean_the_same(ranks2: Pool, kind: str) -> No
         assert max(answer["step"].values()) < 0.15
 
 
-def _refused_in_fp16(rank: int, world: int) -> list[tuple[str, str]]:
-    job = _job("zero1-fp16", 0)
+def _refused(rank: int, world: int, kind: str, config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    job = _job(kind, 0, **config)
     with pytest.raises(dynadapt.MigrationAborted) as error:
         dynadapt.describe(job.state)
     return [(finding.reason, finding.cause) for finding in error.value.findings]
 
 
-def test_momentum_of_scaled_gradients_is_refused(ranks2: Pool) -> None:
-    """In fp16 DeepSpeed's momentum is of gradients that the loss scale has multiplied."""
-    for findings in ranks2.run(_refused_in_fp16, timeout=100):
+@pytest.mark.parametrize(
+    ("kind", "config", "says"),
+    [
+        ("zero1-fp16", {}, "loss scale"),
+        ("zero1-bf16", {"tensor_parallel": {"autotp_size": 2, "partition_config": PLAN}}, "AutoTP"),
+    ],
+)
+def test_momentum_that_means_something_else_is_refused(
+    ranks2: Pool, kind: str, config: dict[str, Any], says: str
+) -> None:
+    """In fp16 it is of gradients times the loss scale; under AutoTP each part is orthogonal by itself."""
+    for findings in ranks2.run(_refused, kind, config, timeout=100):
         assert [reason for reason, _ in findings] == ["unsupported-optimizer"]
-        assert "loss scale" in findings[0][1]
+        assert says in findings[0][1]

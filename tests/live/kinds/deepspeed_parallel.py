@@ -117,7 +117,10 @@ QUIET = {
 }
 
 
-def _pipeline(model: jobs.Net, recipe: Recipe, stages: int, name: str) -> Job:
+def pipeline(
+    model: jobs.Net, recipe: Recipe, stages: int, name: str, *, quiet: bool = True
+) -> EngineJob:
+    """A pipeline of so many stages; not `quiet`, it takes ZeRO-1's norms as DeepSpeed does by itself."""
     import deepspeed
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
@@ -136,7 +139,7 @@ def _pipeline(model: jobs.Net, recipe: Recipe, stages: int, name: str) -> Job:
             loss_fn=_loss,
             partition_method="uniform",
         )
-        config = {**CONFIG.get(name, {}), **(QUIET if name.startswith("zero1-") else {})}
+        config = {**CONFIG.get(name, {}), **(QUIET if quiet and name.startswith("zero1-") else {})}
         engine = jobs.deepspeed_engine(name, whole, recipe(whole), **config)
     return PipeJob(engine, recipe)
 
@@ -155,7 +158,7 @@ for _name, _stages, _worlds in (
 
     @kind(f"pipe{_stages}-{_name}", worlds=_worlds, dtype=DTYPES[_name.partition("-")[2]])
     def _pipe(model: jobs.Net, recipe: Recipe, stages: int = _stages, name: str = _name) -> Job:
-        return _pipeline(model, recipe, stages, name)
+        return pipeline(model, recipe, stages, name)
 
 
 class AutoTpJob(EngineJob):
