@@ -1,4 +1,4 @@
-"""GROUPS B40, B42, B43, B45, B46, FROZEN B09, B12: many groups, tiny and empty ones; what one side freezes."""
+"""GROUPS B40, B42, B43, B45, B46, FROZEN B09, B12: many groups, tiny and empty ones; what one side lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PEFT B84, B86, B87, FROZEN B11, DTYPE B75: LoRA models, whose base is frozen, between frameworks, and to and from their base."""
+"""PEFT B84, B86, B87, FROZEN B11, DTYPE B75: LoRA models between frameworks, to and from their base."""
 
 from __future__ import annotations
 
