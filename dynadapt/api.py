@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from dynadapt.elastic import migration
-from dynadapt.elastic.arrangement import source_of
+from dynadapt.elastic.arrangement import known_of, source_of
 from dynadapt.elastic.outcome import printed
 from dynadapt.elastic.settings import DEFAULT_BUDGET, Settings
 from dynadapt.elastic.state import fingerprint_of, side_of
@@ -273,7 +273,7 @@ def load(
     unfit: tuple[Finding, ...] = ()
     source: str | FileSource = os.fspath(path)
     try:
-        source = source_of(path, order, groups, model)
+        source = source_of(path, order, groups, known_of(model))
     except Refused as error:  # told to all ranks, so that none of them waits for this one
         unfit = error.findings
     settings = _settings(
@@ -372,7 +372,7 @@ def fingerprint(
     """
     settings = _settings(timeout=timeout, source_map=tensor_map)
     if isinstance(x, str | os.PathLike):
-        x = source_of(x, order, groups, model)
+        x = source_of(x, order, groups, known_of(model))
     return fingerprint_of(session or current_session(), _state(x), settings)
 
 

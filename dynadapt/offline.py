@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dynadapt.elastic.comparison import Comparison
     from dynadapt.elastic.conversion import ConversionReport
     from dynadapt.elastic.conversion_plan import ConversionPlan
-    from dynadapt.protocols import FileTarget
+    from dynadapt.protocols import FileSource, FileTarget
     from dynadapt.transport.plan import Narrow
 
     Path = str | os.PathLike[str]
@@ -59,7 +59,7 @@ def open(
     >>> found.format, found.problems(), list(found.tensors), found.tensors["w"].tolist()
     ('safetensors', (), ['w/param'], [0.0, 1.0, 2.0])
     """
-    return open_checkpoint(arrangement.source_of(path, order, groups, model))
+    return open_checkpoint(arrangement.source_of(path, order, groups, arrangement.known_of(model)))
 
 
 def _opened(x: Path | Checkpoint, **said: Any) -> Checkpoint:
@@ -122,17 +122,19 @@ def convert(
     ('bfloat16', True)
     """
     budget = Budget.of(max_memory)
+    like = None if like is None else _opened(like)
+    known = arrangement.known_of(model, like)
     wanted, chosen = _wanted(
         dst,
         to,
         like=like,
-        order=order or (() if model is None else arrangement.names_of(model)[0]),
+        order=order or known.order,
         groups=groups,
         selection=_selection(include, exclude, strip_prefix, add_prefix, weights_only),
         options=file_options(dtype, keep_dtype, max_shard_size),
     )
     return conversion.convert(
-        _source(src, wanted, chosen, model),
+        _source(src, wanted, chosen, known),
         wanted,
         selection=chosen,
         narrow=_narrow(dtype),
@@ -175,17 +177,19 @@ def plan(
     >>> found.bytes_read, found.bytes_state, found.files
     (12, 12, 1)
     """
+    like = None if like is None else _opened(like)
+    known = arrangement.known_of(model, like)
     wanted, chosen = _wanted(
         "plan",
         to,
         like=like,
-        order=order or (() if model is None else arrangement.names_of(model)[0]),
+        order=order or known.order,
         groups=groups,
         selection=_selection(include, exclude, strip_prefix, add_prefix, weights_only),
         options=file_options(dtype, keep_dtype, max_shard_size),
     )
     return conversion_plan.plan(
-        _source(src, wanted, chosen, model),
+        _source(src, wanted, chosen, known),
         wanted,
         selection=chosen,
         narrow=_narrow(dtype),
@@ -194,12 +198,14 @@ def plan(
 
 
 def _source(
-    src: Path | Checkpoint, wanted: FileTarget, chosen: Selection, model: Model | None
+    src: Path | Checkpoint, wanted: FileTarget, chosen: Selection, known: FileSource
 ) -> Checkpoint:
     """The source, whose names the target's order and groups are, before a prefix was taken off or put on."""
+    if isinstance(src, Checkpoint):
+        return src
     if chosen.strip_prefix or chosen.add_prefix:
-        return _opened(src, order=chosen.before(wanted.order))
-    return _opened(src, order=wanted.order, groups=wanted.groups, model=model)
+        return open_checkpoint(arrangement.source_of(src, chosen.before(wanted.order)))
+    return open_checkpoint(arrangement.source_of(src, wanted.order, wanted.groups, known))
 
 
 def _selection(
@@ -221,7 +227,7 @@ def _wanted(
     dst: Path,
     to: str | None,
     *,
-    like: Path | Checkpoint | None,
+    like: Checkpoint | None,
     order: Sequence[str],
     groups: Sequence[Sequence[str]],
     selection: Selection,
@@ -230,7 +236,7 @@ def _wanted(
     """The target that arguments mean, and what of the source goes there."""
     known_order, known_groups = tuple(order), tuple(map(tuple, groups))
     if like is not None:
-        text, its_order, its_groups = arrangement.like(_opened(like))
+        text, its_order, its_groups = arrangement.like(like)
         to = to or text
         known_order, known_groups = known_order or its_order, known_groups or its_groups
     if to is None:

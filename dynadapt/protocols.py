@@ -189,7 +189,8 @@ class FileSource:
 
     `order` lists all parameter names as the model has them, `groups` those of each of the optimizer's
     groups, in its order. Torch optimizers number their parameters: these say which number is whose. `tied`
-    are the names of each tensor that has several, of which others' safetensors keep but one.
+    are the names of each tensor that has several, of which others' safetensors keep but one. `shapes` are
+    those of whole parameters by name, where a checkpoint has parts of them and does not say of what.
 
     >>> import os
     >>> os.fspath(FileSource("here", ("a", "b")))
@@ -200,6 +201,7 @@ class FileSource:
     order: tuple[str, ...] = ()
     groups: tuple[tuple[str, ...], ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
+    shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def __fspath__(self) -> str:
         return self.path

@@ -87,8 +87,9 @@ def _whole(engine: Any) -> Iterator[Found]:
 
 
 def _states(optimizer: Any, master: torch.Tensor) -> dict[str, torch.Tensor]:
-    state = optimizer.state.get(master, {})
-    return {slot: value for slot, value in state.items() if getattr(value, "ndim", 0)}
+    # Sorted: the universal loader puts them in the order of a set, another one on each rank.
+    state = sorted(optimizer.state.get(master, {}).items())
+    return {slot: value for slot, value in state if getattr(value, "ndim", 0)}
 
 
 Tensors = dict[tuple[str, str], torch.Tensor]

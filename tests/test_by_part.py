@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynadapt.elastic.by_part import numbered, united
+from dynadapt.adapters._by_part import numbered, united
 from dynadapt.vps.keys import Key, KeySpec
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dynadapt.protocols import AuxItem, Described, FileTarget
     from dynadapt.vps.keys import KeySpec
 
-__all__ = ["arranged", "like", "names_of", "order_in_file", "source_of"]
+__all__ = ["arranged", "known_of", "like", "order_in_file", "source_of"]
 
 Groups = tuple[tuple[str, ...], ...]
 
@@ -74,34 +74,48 @@ def _of_json(path: Path, text: str) -> tuple[tuple[str, ...], Groups]:
         raise Refused([Finding("bad-json", str(path), cause[:200])]) from error
 
 
-def names_of(model: str | os.PathLike[str] | nn.Module) -> tuple[tuple[str, ...], Groups]:
-    """The names of a model's parameters as `named_parameters()` has them, and all those of tied ones.
+def known_of(
+    model: str | os.PathLike[str] | nn.Module | None, alike: Checkpoint | None = None
+) -> FileSource:
+    """What a model says of its checkpoints, without its weights: order, tied names, shapes.
 
-    `model` is a module, a Hugging Face folder or `config.json`, or a JSON listing. Raises as `read_model`.
+    `model` is a module, a Hugging Face folder or `config.json`, or a JSON listing; a checkpoint that is
+    `alike` says shapes, too. Raises as `read_model`.
     """
+    shapes = [(s.key.name, s.shape) for s in alike.keys if s.key.slot == "param"] if alike else []
+    if model is None:
+        return FileSource("", shapes=tuple(shapes))
     from dynadapt.adapters import model_shapes
 
     if isinstance(model, str | os.PathLike):
         shape = model_shapes.read_model(os.fspath(model), experts="listed").model
     else:
         shape = model_shapes.of_module(model)
-    named = [(int(f.orders[i]), f.name(i)) for f in shape.families for i in range(len(f))]
-    tied = [(f.name(0), *f.aliases) for f in shape.families if f.aliases]
-    return tuple(name for _, name in sorted(named)), tuple(tied)
+    named = sorted(
+        (int(f.orders[i]), f.name(i), f.shape) for f in shape.families for i in range(len(f))
+    )
+    return FileSource(
+        "",
+        tuple(name for _, name, _ in named),
+        tied=tuple((f.name(0), *f.aliases) for f in shape.families if f.aliases),
+        shapes=tuple((name, shape) for _, name, shape in named),
+    )
 
 
 def source_of(
     path: str | os.PathLike[str],
     order: Sequence[str] = (),
     groups: Sequence[Sequence[str]] = (),
-    model: str | os.PathLike[str] | nn.Module | None = None,
+    known: FileSource | None = None,
 ) -> str | FileSource:
-    """A checkpoint to be read, with what is said of its model; `order` goes before that of `model`."""
-    its_order, tied = ((), ()) if model is None else names_of(model)
-    order = order or its_order
-    if not order and not groups:
-        return os.fspath(path)
-    return FileSource(os.fspath(path), tuple(order), tuple(map(tuple, groups)), tied)
+    """A checkpoint to be read, with what is said of its model; `order` goes before that of `known`."""
+    found = replace(
+        known or FileSource(""),
+        path=os.fspath(path),
+        order=tuple(order) or (known.order if known else ()),
+        groups=tuple(map(tuple, groups)),
+    )
+    return found.path if found == FileSource(found.path) else found
 
 
 def like(found: Checkpoint) -> tuple[str, tuple[str, ...], Groups]:

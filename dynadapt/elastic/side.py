@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from dynadapt.elastic import by_part
+from dynadapt.adapters import _by_part as by_part
 from dynadapt.elastic.seen import file_sizes, files_differ
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import AuxItem, in_model

@@ -22,13 +22,14 @@ from dynadapt.protocols import AuxItem, Outcome
 from dynadapt.vps.wire import encodable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from dynadapt.adapters.checkpoints._deepspeed_geometry import Shapes
 
 __all__ = [
     "Folder",
+    "Stage",
     "aliases_of",
     "aux_items",
     "buffers_of",
@@ -46,8 +47,10 @@ __all__ = [
 
 _OPTIM = re.compile(r"^(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt$")
 _MODEL3 = re.compile(r"^zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt$")
+_MOST = 1 << 16
+"""Ranks whose files are listed as missing."""
+
 _MODEL = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")
-_LAYER = re.compile(r"^layer_(\d+)-model_(\d+)-model_states\.pt$")
 
 
 def tag_folder(path: Path) -> Path | None:
@@ -60,44 +63,65 @@ def tag_folder(path: Path) -> Path | None:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """What a stage of a pipeline has in files of layers, under the names of the whole model.
+
+    `module` has the parameters and buffers of all stages, in the whole model's order; `own` are the names
+    that are read with this one, `buffers` those of buffers, `groups` the shapes in this one's flats.
+    """
+
+    module: Mapping[str, tuple[TorchFile, StoredTensor]]
+    own: frozenset[str]
+    buffers: frozenset[str]
+    groups: tuple[Shapes, ...]
+
+
+@dataclass(frozen=True)
 class Folder:
     """The files of one checkpoint, by kind; `optim` and `model` are by data-parallel rank.
 
-    Below stage 3 all ranks share one file of model states, which is then `model[0]`.
+    Below stage 3 all ranks share one file of model states, which is then `model[0]`. Of a checkpoint under
+    tensor or pipeline parallelism these are the files of one part of the model.
     """
 
     root: Path
     optim_names: tuple[str, ...]
     model_names: tuple[str, ...]
+    stage: Stage | None = None
 
     @classmethod
-    def of(cls, root: Path) -> Folder:
-        """Look at a folder; raises `Refused` for what is missing or cannot be read."""
+    def parts(cls, root: Path) -> tuple[Folder, ...]:
+        """Look at a folder: one of each part of the model; raises `Refused` for what is missing."""
         names = sorted(p.name for p in root.iterdir())
-        optim = {m[2]: m[0] for n in names if (m := _OPTIM.match(n))}
-        by_rank = {int(rank): name for rank, name in optim.items()}
-        model3 = {int(m[1]): m[0] for n in names if (m := _MODEL3.match(n))}
-        model = [n for n in names if _MODEL.match(n)]
+        optim = {(int(m[3]), int(m[2])): n for n in names if (m := _OPTIM.match(n))}
+        wide = {(int(m[2]), int(m[1])): n for n in names if (m := _MODEL3.match(n))}
+        model = {int(m[1]): n for n in names if (m := _MODEL.match(n))}
+        every = {part for part, _ in (*optim, *wide)} | set(model) or {0}
         findings: list[Finding] = []
-        wide = [m for n in names for p in (_OPTIM, _MODEL3) if (m := p.match(n))]
-        mp = {int(m[m.lastindex or 0]) for m in wide} | {int(_MODEL.match(n)[1]) for n in model}  # type: ignore[index]
-        if mp - {0} or any(_LAYER.match(n) for n in names):
-            cause = "was written under tensor or pipeline parallelism: its weights are parts"
-            fix = "convert it with ds_to_universal first"
-            findings.append(Finding("unsupported-parallel", str(root), cause, fix))
-        for what, found in (("optimizer", by_rank), ("model", model3)):
-            lost = sorted(set(range(max(found, default=-1) + 1)) - set(found))
-            if lost:
-                cause = f"the {what} states of ranks {lost} are missing"
-                fix = "copy the whole checkpoint"
+        fix = "copy the whole checkpoint"
+        if lost := _gone(every):
+            cause = f"the files of the model's parts (mp_rank) {lost} are missing"
+            findings.append(Finding("missing-file", str(root), cause, fix))
+        for part in sorted(every):
+            of = f" of mp_rank {part}" if len(every) > 1 else ""
+            for what, found in (("optimizer", optim), ("model", wide)):
+                ranks = {rank for own, rank in found if own == part}
+                if lost := _gone(ranks, {rank for _, rank in found}):
+                    cause = f"the {what} states of ranks {lost}{of} are missing"
+                    findings.append(Finding("missing-file", str(root), cause, fix))
+            if part not in model and not wide:
+                cause = f"has no file of model states{of}"
                 findings.append(Finding("missing-file", str(root), cause, fix))
-        if not model and not model3:
-            cause = "has no file of model states"
-            findings.append(Finding("missing-file", str(root), cause, "copy the whole checkpoint"))
         if findings:
             raise Refused(findings)
-        models = [model3[r] for r in sorted(model3)] or model[:1]
-        return cls(root, tuple(by_rank[r] for r in sorted(by_rank)), tuple(models))
+        return tuple(
+            cls(
+                root,
+                tuple(n for (p, _), n in sorted(optim.items()) if p == part),
+                tuple(n for (p, _), n in sorted(wide.items()) if p == part) or (model[part],),
+            )
+            for part in sorted(every)
+        )
 
     @cached_property
     def optim(self) -> tuple[TorchFile, ...]:
@@ -124,6 +148,14 @@ class Folder:
         """A setting of `zero_optimization`."""
         zero = self.config.get("zero_optimization")
         return zero.get(name, default) if isinstance(zero, dict) else default
+
+
+def _gone(have: Collection[int], of: Collection[int] = ()) -> list[int]:
+    """The numbers that are missing up to the greatest: of a name with too great a one only the next."""
+    most = max((*have, *of), default=-1)
+    if most > len(have) + len(of) + _MOST:
+        return [next(n for n in range(most) if n not in have)]
+    return [n for n in range(most + 1) if n not in have]
 
 
 def optimizer_states(file: TorchFile) -> dict[str, Any]:
@@ -260,6 +292,8 @@ def buffers_of(folder: Folder) -> set[str]:
 
     DeepSpeed before 0.4 does not list them, but all parameters (stages 1 to 3) or none (stage 0).
     """
+    if folder.stage is not None:
+        return set(folder.stage.buffers)
     module = options_of(folder.common, "module")
     names = folder.common.get("buffer_names")
     if isinstance(names, list):

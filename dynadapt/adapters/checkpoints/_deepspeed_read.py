@@ -34,7 +34,7 @@ from dynadapt.vps.keys import Key, KeySpec
 from dynadapt.vps.layout import file_endpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from dynadapt.adapters.checkpoints._deepspeed_files import Folder
     from dynadapt.adapters.checkpoints._deepspeed_geometry import Shapes
@@ -51,9 +51,16 @@ class Reading(ABC):
         self.files = Files(str(folder.root))
         self.specs: dict[Key, KeySpec] = {}
         self.scalars: dict[str, dict[str, int | float]] = {}
-        self.module: Mapping[str, Any] = options_of(folder.common, "module")
+        stage = folder.stage
+        self.module: Mapping[str, Any] = (
+            options_of(folder.common, "module")
+            if stage is None
+            else {name: tensor for name, (_, tensor) in stage.module.items()}
+        )
         self.buffer_names = buffers_of(folder)
-        self.aliases = aliases_of(folder.common) or ties_of(self.module)
+        self.aliases = aliases_of(folder.common)
+        if stage is None and not self.aliases:
+            self.aliases = ties_of(self.module)
         self.tied = {alias for own in self.aliases.values() for alias in own}
         params = [n for n in self.module if n not in self.buffer_names and n not in self.tied]
         self.order = {name: i for i, name in enumerate(params)}
@@ -144,17 +151,33 @@ class Reading(ABC):
 
     def _module(self) -> None:
         """Buffers, and below stage 3 the copies that training computes with."""
-        for rank, file in enumerate(self.folder.model):
-            for name, tensor in options_of(file.tree, "module").items():
-                if not isinstance(tensor, StoredTensor) or name in self.tied:
-                    continue
-                if name in self.buffer_names:
-                    key = Key(name, "buffer")
-                    spec = KeySpec(key, tensor.shape, tensor.dtype, kind="buffer", trainable=False)
-                    self.specs.setdefault(key, spec)
-                    self.files.whole(key, file, tensor)
-                elif not self.sharded and not rank:
-                    self._weight(str(name), file, tensor)
+        for rank, name, file, tensor in self._held():
+            if not isinstance(tensor, StoredTensor) or name in self.tied:
+                continue
+            if name in self.buffer_names:
+                key = Key(name, "buffer")
+                spec = KeySpec(key, tensor.shape, tensor.dtype, kind="buffer", trainable=False)
+                self.specs.setdefault(key, spec)
+                self.files.whole(key, file, tensor)
+            elif not self.sharded and not rank:
+                self._weight(str(name), file, tensor)
+
+    def _held(self) -> Iterator[tuple[int, str, TorchFile, Any]]:
+        """Rank, name, file and entry of what the model states have."""
+        stage = self.folder.stage
+        if stage is None:
+            for rank, file in enumerate(self.folder.model):
+                for name, entry in options_of(file.tree, "module").items():
+                    yield rank, name, file, entry
+        else:
+            for name, (file, entry) in stage.module.items():
+                if name in stage.own:
+                    yield 0, name, file, entry
+
+    def home(self, name: str) -> TorchFile:
+        """The file of a parameter's weight; below stage 3 there is one."""
+        stage = self.folder.stage
+        return self.folder.model[0] if stage is None else stage.module[name][0]
 
     def _weight(self, name: str, file: TorchFile, tensor: StoredTensor) -> None:
         master = self.specs.get(Key(name, "param"))
@@ -202,7 +225,10 @@ class Flats(Reading):
             cause = "is of stage 1 of a DeepSpeed before 0.5, which cuts a flat into sub-partitions"
             fix = "load it with that DeepSpeed and save it with ZeRO stage 2"
             raise Refused([Finding("unsupported-stage", str(self.folder.root), cause, fix)])
+        stage = self.folder.stage
         groups = groups_of(self.folder.common) or groups_of(self.folder.optim[0].tree)
+        if stage is not None:
+            groups = list(stage.groups)
         if not groups:
             cause = "does not say its parameters' shapes"
             fix = "it was written by a DeepSpeed before 0.3.13: load it with that, save it with a newer one"

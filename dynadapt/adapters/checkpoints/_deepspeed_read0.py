@@ -113,7 +113,7 @@ class Whole(Reading):
                 [prod(flat.shape) for flat in flats],
                 sizes,
                 self.file.path,
-                lambda flat, at, name: self._alike(flats[flat], at, self.module[name]),
+                lambda flat, at, name: self._alike(flats[flat], at, name),
             )
         else:
             found = [own or [] for own in told]
@@ -144,7 +144,7 @@ class Whole(Reading):
             shapes = [[m.shape for m in own if isinstance(m, StoredTensor)] for own in masters]
 
             def like(entry: int, name: str) -> bool:
-                return self._alike(entries[entry], 0, self.module[name])
+                return self._alike(entries[entry], 0, name)
 
             if [len(own) for own in shapes] != [len(own) for own in ids]:
                 cause = "has not one master for each entry of its optimizer"
@@ -166,10 +166,12 @@ class Whole(Reading):
                 if name is None:
                     continue
                 master = masters[group][place] if self.wrapped else self.module[name]
+                home = self.file if self.wrapped else self.home(name)
                 for slot, value in (("param", master), *states[ids[group][place]]):
                     if isinstance(value, StoredTensor):
                         self._spec(Key(name, slot), value.shape, value.dtype, group)
-                        self.files.whole(Key(name, slot), self.file, value)
+                        file = home if slot == "param" else self.file
+                        self.files.whole(Key(name, slot), file, value)
                     else:
                         self.scalars.setdefault(name, {})[slot] = value
         return [[name for name in own if name is not None] for own in found]
@@ -191,15 +193,16 @@ class Whole(Reading):
         if self.wrapped or Key(name, "param") not in self.specs:
             super()._weight(name, file, tensor)
 
-    def _alike(self, master: StoredTensor, at: int, weight: StoredTensor) -> bool:
+    def _alike(self, master: StoredTensor, at: int, name: str) -> bool:
         """Whether samples of a weight are what a master from index `at` on rounds to.
 
         Right after initialisation a master is ahead by one decay: it need not round exactly.
         """
+        weight = self.module[name]
         count = prod(weight.shape)
         if row_major_strides(weight.shape) != weight.strides or not count:
             return True
-        low = self.file.buffer(weight).array()
+        low = self.home(name).buffer(weight).array()
         high = self.file.buffer(master).array()
         for start in {0, max(count // 2 - _WINDOW, 0), max(count - _WINDOW, 0)}:
             stop = min(start + _WINDOW, count)

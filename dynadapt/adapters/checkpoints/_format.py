@@ -57,6 +57,7 @@ class Format:
             raise Refused([Finding("malformed", str(x), cause, fix)]) from error
         if findings:
             raise Refused(findings)
+        own = _by_first_name(own)
         return _placed(own, said.order) if said.order else own
 
     def read(self, path: Path, said: FileSource) -> Described:
@@ -65,6 +66,22 @@ class Format:
 
     def abandon(self, x: Any) -> None:
         """Whoever made the folder removes it."""
+
+
+def _by_first_name(own: Described) -> Described:
+    """With steps and groups under the smallest of a tied tensor's names, as layouts call it."""
+    first = {s.key.name: min(s.key.name, *s.aliases) for s in own.specs if s.aliases}
+    first |= {alias: min(s.key.name, *s.aliases) for s in own.specs for alias in s.aliases}
+    if not first:
+        return own
+    scalars = {first.get(name, name): values for name, values in own.scalars.items()}
+    aux = tuple(
+        replace(x, value=[{**g, "names": [first.get(n, n) for n in g["names"]]} for g in x.value])
+        if x.path == "param_groups"
+        else x
+        for x in own.aux
+    )
+    return replace(own, scalars=scalars, aux=aux)
 
 
 def _placed(own: Described, order: Sequence[str]) -> Described:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import zlib
 from dataclasses import dataclass, field
 from pathlib import PurePath
@@ -82,6 +83,21 @@ class Making:
         frame = self.frames[path]
         own = {name: self.crc(f"{path}#{name}", crcs) for name in frame.places}
         self.write_parts(path, frame.seal(tree, own, values))
+
+    def also(self, path: str, other: str) -> None:
+        """A file under another path, too: one file where the file system can do that, else a copy."""
+        if self.dry:
+            return
+        old, new = self.root / path, self.root / other
+        try:
+            new.parent.mkdir(parents=True, exist_ok=True)
+            new.unlink(missing_ok=True)  # of a conversion that is continued
+            try:
+                os.link(old, new)
+            except OSError:
+                shutil.copyfile(old, new)
+        except OSError as error:
+            raise Refused([unwritable(new, error)]) from error
 
     def write(self, path: str, data: bytes, at: int = 0) -> None:
         """Put bytes into a file that was laid out, or make a small one; nothing if dry."""

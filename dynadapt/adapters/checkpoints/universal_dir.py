@@ -116,6 +116,13 @@ class UniversalDir(Format):
             if step is not None:
                 path, values = f"{tag}/zero/{name}/step.pt", {"0": struct.pack("<f", step)}
                 made.seal_torch(path, tensor("0", "float32", ()), {}, values)
+        for name in (n for own in model.groups for n in own):
+            # The loader asks for a tied tensor by the first of its names in the model.
+            slots = [*map(_file, ("param", *model.slots(name))), "step"]
+            paths = [f"{tag}/zero/{name}/{slot}.pt" for slot in slots]
+            for path in (each for each in paths if each in made.frames):
+                for alias in model.by_key[Key(name, "param")].aliases:
+                    made.also(path, path.replace(f"/zero/{name}/", f"/zero/{alias}/"))
         self._common(x, scalars, aux)
         made.write("latest_universal", tag.encode())
         return outcomes_of(aux, "a universal checkpoint")

@@ -1,4 +1,4 @@
-"""Param groups and schedulers of seats that have parts of a model: united into those of the whole model.
+"""Param groups and schedulers of seats, or files, that have parts of a model: united into the whole one's.
 
 A pipeline stage's optimizer has the stage's parameters only, and a group may exist on some stages. Groups
 of two seats are one group if their hyperparameters are equal, the n-th of those on the one and on the

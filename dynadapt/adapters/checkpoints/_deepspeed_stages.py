@@ -1,0 +1,145 @@
+"""The layers of a DeepSpeed pipeline: a file each, whose entries get the names of the whole model.
+
+`PipelineModule` calls a layer by its number, and one that stages share by its key; a file of a layer has
+the number in its own name. Which of them are shared layers is told by their entries.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from dynadapt.adapters.checkpoints._deepspeed_files import (
+    Stage,
+    groups_of,
+    optimizer_states,
+    options_of,
+)
+from dynadapt.adapters.checkpoints._pickle import StoredTensor
+from dynadapt.adapters.checkpoints._torch_file import read_torch
+from dynadapt.errors import Finding, Refused
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from dynadapt.adapters.checkpoints._deepspeed_files import Folder
+    from dynadapt.adapters.checkpoints._torch_file import TorchFile
+
+__all__ = ["has_layers", "staged"]
+
+_LAYER = re.compile(r"^layer_(\d+)(?:-model_(\d+))?-model_states\.pt$")
+TIED = "tied_modules."
+
+
+def has_layers(root: Path) -> bool:
+    """Whether a checkpoint is a pipeline's."""
+    return any(_LAYER.match(p.name) for p in root.iterdir())
+
+
+def staged(root: Path, folders: Sequence[Folder]) -> tuple[Folder, ...]:
+    """The parts of a pipeline with their layers; raises `Refused` for what cannot be told."""
+    found = [(m, p.name) for p in root.iterdir() if (m := _LAYER.match(p.name))]
+    if any(int(m[2] or 0) for m, _ in found):
+        cause = "was written under tensor and pipeline parallelism together"
+        fix = "convert it with ds_to_universal first"
+        raise Refused([Finding("unsupported-parallel", str(root), cause, fix)])
+    files = {int(m[1]): read_torch(str(root / name)) for m, name in found}
+    listed = [_sizes(folder) for folder in folders]
+    if not all(listed):
+        cause = "is of a pipeline without ZeRO, whose optimizers do not name their parameters"
+        fix = "load it with the pipeline that wrote it and save it with ZeRO stage 1"
+        raise Refused([Finding("unsupported-parallel", str(root), cause, fix)])
+    sizes = {name: size for own in listed for each in own for name, size in each.items()}
+    buffers = frozenset(str(n) for f in folders for n in f.common.get("buffer_names") or ())
+    module = _module(files, sizes, buffers)
+    lost = [n for n in sizes if n not in module or prod(module[n][1].shape) != sizes[n]]
+    if lost:
+        cause = "is trained, and no file of a layer has it in its size"
+        fix = "copy the whole checkpoint"
+        raise Refused([Finding("missing-file", name, cause, fix) for name in lost])
+    taken: set[str] = set()
+    parts = []
+    for number, groups in enumerate(listed):
+        own = frozenset(name for each in groups for name in each) - taken
+        taken |= own
+        if number == len(listed) - 1:  # what is not trained may be with any of them
+            own |= frozenset(module) - taken
+        shapes = tuple({name: module[name][1].shape for name in each} for each in groups)
+        parts.append(Stage(module, own, buffers, shapes))
+    return tuple(replace(f, stage=part) for f, part in zip(folders, parts, strict=True))
+
+
+def _sizes(folder: Folder) -> list[dict[str, int]]:
+    """The elements of each trained parameter of a stage, by group, in the order of the flats.
+
+    `BF16_Optimizer` without ZeRO does not list shapes, but which pieces of what are in each rank's flats.
+    """
+    if listed := groups_of(folder.common):
+        return [{name: prod(shape) for name, shape in own.items()} for own in listed]
+    found: list[dict[str, int]] = []
+    for file in folder.optim:
+        told = optimizer_states(file).get("param_slice_mappings")
+        for number, own in enumerate(told if isinstance(told, list) else ()):
+            found += [{}] * (number == len(found))
+            for name, piece in own.items():
+                size = options_of({"state": getattr(piece, "state", None)}, "state").get("numel")
+                found[number][str(name)] = found[number].get(str(name), 0) + int(size or 0)
+    return found
+
+
+def _module(
+    files: Mapping[int, TorchFile], sizes: Mapping[str, int], buffers: Iterable[str]
+) -> dict[str, tuple[TorchFile, StoredTensor]]:
+    """All entries under their names, in the order of one module of all layers: shared ones first."""
+    numbers = {name.partition(".")[0] for name in (*sizes, *buffers)}
+    keys = dict.fromkeys(
+        name.removeprefix(TIED).partition(".")[0]
+        for name in (*sizes, *buffers)
+        if name.startswith(TIED)
+    )
+    shared: dict[str, tuple[TorchFile, StoredTensor]] = {}
+    single: dict[str, tuple[TorchFile, StoredTensor]] = {}
+    for number, file in sorted(files.items()):
+        tree = file.tree if isinstance(file.tree, dict) else {}
+        entries = {str(n): v for n, v in tree.items() if isinstance(v, StoredTensor)}
+        fits = [] if str(number) in numbers else [k for k in keys if _is_of(k, entries, sizes)]
+        again = [k for k in fits if any(f"{TIED}{k}.{n}" in shared for n in entries)]
+        if len(fits) > 1 or (again and not _same(again[0], file, entries, shared)):
+            cause = f"may be any of several layers that stages share: {', '.join(fits)}"
+            fix = "convert it with ds_to_universal first"
+            raise Refused([Finding("unsupported-parallel", file.path, cause, fix)])
+        into, prefix = (shared, f"{TIED}{fits[0]}.") if fits else (single, f"{number}.")
+        for name, value in entries.items():
+            into.setdefault(prefix + name, (file, value))
+    return {**shared, **single}
+
+
+def _is_of(key: str, entries: Mapping[str, StoredTensor], sizes: Mapping[str, int]) -> bool:
+    """Whether a file's entries are those of a shared layer."""
+    prefix = f"{TIED}{key}."
+    own = {n.removeprefix(prefix): size for n, size in sizes.items() if n.startswith(prefix)}
+    return bool(own) and all(n in entries and prod(entries[n].shape) == s for n, s in own.items())
+
+
+def _same(
+    key: str,
+    file: TorchFile,
+    entries: Mapping[str, StoredTensor],
+    shared: Mapping[str, tuple[TorchFile, StoredTensor]],
+) -> bool:
+    """Whether a file has the bits of another of the same shared layer."""
+    for name, value in entries.items():
+        other, known = shared.get(f"{TIED}{key}.{name}", (file, value))
+        one, two = (
+            each.buffer(t).array()[t.offset : t.offset + prod(t.shape)]
+            for each, t in ((file, value), (other, known))
+        )
+        if (value.shape, value.strides) != (
+            known.shape,
+            known.strides,
+        ) or one.tobytes() != two.tobytes():
+            return False
+    return True

@@ -1,0 +1,188 @@
+"""DeepSpeed checkpoints of pipelines and of AutoTP: read as the whole model, and written as any format.
+
+The live job's fingerprint and DeepSpeed's own gathers are the judges of what is read. What is written is
+loaded by DeepSpeed, and goes on as the same state does that was moved live.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import dynadapt
+from dynadapt.errors import Refused
+from tests import _ranks
+from tests.adapters import test_deepspeed_autotp as autotp
+from tests.adapters._pipe_engines import differing
+from tests.offline import _parallel
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KINDS = ("pipe zero1", "tp zero2, tied", "tp zero1, uneven", "tp fused, fp32")
+GO_ON = {"pipe zero1": 1, "tp zero2, tied": 2}
+MORE = tuple(kind for kind in (*_parallel.PIPES, *_parallel.TENSORS) if kind not in KINDS)
+
+
+def _saved(folder: Path, kinds: tuple[str, ...], then: dict[str, int]) -> dict[str, Any]:
+    told = _ranks.pool(4).run(_parallel.saved, kinds, str(folder), then, timeout=400)
+    return dict(zip(kinds, told[0], strict=True))
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Where they were saved, and what each held and did then."""
+    folder = tmp_path_factory.mktemp("parallel")
+    return folder, _saved(folder, KINDS, GO_ON)
+
+
+def _loaded(kind: str, stage: int, path: Path, *, universal: bool = False) -> dict[str, Any]:
+    told = _ranks.pool(4).run(_parallel.loaded, kind, stage, str(path), universal, timeout=200)
+    answer: dict[str, Any] = told[0]
+    return answer
+
+
+def _states(held: dict[Any, Any]) -> dict[Any, Any]:
+    return {key: full for key, full in held.items() if key[1] != "compute"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_read_is_what_the_live_job_held(jobs: Any, kind: str) -> None:
+    folder, told = jobs
+    found = dynadapt.open(folder / kind)
+    assert not found.problems()
+    assert found.fingerprint() == told[kind]["fingerprint"]
+    for (name, slot), full in _states(told[kind]["held"]).items():
+        spec = next(
+            s for s in found.keys if name in (s.key.name, *s.aliases) and s.key.slot == slot
+        )
+        array = found.tensors[str(spec.key)]
+        assert torch.equal(torch.from_numpy(array.copy()), full.to(torch.float32)), (name, slot)
+
+
+@pytest.mark.parametrize("kind", list(GO_ON))
+def test_deepspeed_goes_on_with_the_whole_model(jobs: Any, tmp_path: Path, kind: str) -> None:
+    folder, told = jobs
+    stage = GO_ON[kind]
+    report = dynadapt.convert(folder / kind, tmp_path / "a", f"zero{stage}:dp=4")
+    assert report.fingerprint == told[kind]["fingerprint"]
+    answer = _loaded(kind, stage, tmp_path / "a")
+    assert answer["fingerprint"] == told[kind]["fingerprint"]
+    assert differing(_states(answer["held"]), _states(told[kind]["held"])) == []
+    assert answer["on"]["losses"] == told[kind]["on"]["losses"]
+    assert differing(answer["on"]["held"], told[kind]["on"]["held"]) == []
+
+
+def test_deepspeed_goes_on_from_a_universal_checkpoint(jobs: Any, tmp_path: Path) -> None:
+    folder, told = jobs
+    kind = "tp zero2, tied"
+    dynadapt.convert(folder / kind, tmp_path / "a", "universal")
+    answer = _loaded(kind, 2, tmp_path / "a", universal=True)
+    assert answer["on"]["losses"] == told[kind]["on"]["losses"]
+    assert differing(answer["on"]["held"], told[kind]["on"]["held"]) == []
+
+
+def test_a_tied_tensor_keeps_its_step(jobs: Any, tmp_path: Path) -> None:
+    """The model calls it first by the greater of its names, as Hugging Face models do."""
+    folder, _ = jobs
+    source = dynadapt.open(folder / "tp zero2, tied")
+    for form in ("dcp", "torch"):
+        dynadapt.convert(source, tmp_path / form, form)
+        found = dynadapt.open(tmp_path / form)
+        assert dynadapt.diff(source, found, include=["*.weight"]).same, form
+        assert found.scalars["lm_head.weight"]["step"] == _parallel.STEPS
+
+
+@pytest.mark.nightly
+def test_other_settings(tmp_path: Path) -> None:
+    stage = {kind: 1 if kind in _parallel.PIPES else 2 for kind in MORE}
+    told = _saved(tmp_path, MORE, stage)
+    for kind, number in stage.items():
+        found = dynadapt.open(tmp_path / kind)
+        assert found.fingerprint() == told[kind]["fingerprint"], kind
+        dynadapt.convert(found, tmp_path / f"{kind} a", f"zero{number}:dp=4")
+        answer = _loaded(kind, number, tmp_path / f"{kind} a")
+        assert answer["on"]["losses"] == told[kind]["on"]["losses"], kind
+        assert differing(answer["on"]["held"], told[kind]["on"]["held"]) == [], kind
+
+
+def _without(folder: Path, into: Path, change: Any) -> Path:
+    """A copy whose model states were changed, as an older DeepSpeed or another writer has them."""
+    shutil.copytree(folder, into)
+    for path in (into / "t").glob("mp_rank_*"):
+        states = torch.load(path, weights_only=False)
+        change(states)
+        torch.save(states, path)
+    return into
+
+
+def test_where_nothing_says_the_cut_whole_shapes_do(jobs: Any, tmp_path: Path) -> None:
+    """AutoTP before 0.18 wrote nothing of it."""
+    folder, told = jobs
+    kind = "tp zero1, uneven"
+    old = _without(folder / kind, tmp_path / "a", lambda s: s.pop("universal_checkpoint_info"))
+    with pytest.raises(Refused) as caught:
+        dynadapt.open(old)
+    held = [f for f in caught.value.findings if f.where == "model.layers.0.mlp.down_proj.weight"]
+    assert [f.reason for f in held] == ["unsupported-parallel"]
+    assert "--model" in held[0].fix
+    model = autotp.model_of(autotp.Setup("llama odd"))
+    assert dynadapt.open(old, model=model).fingerprint() == told[kind]["fingerprint"]
+    listing = [{"name": name, "shape": list(p.shape)} for name, p in model.named_parameters()]
+    (tmp_path / "model.json").write_text(json.dumps(listing))
+    report = dynadapt.convert(old, tmp_path / "b", "zero3:dp=2", model=tmp_path / "model.json")
+    assert report.fingerprint == told[kind]["fingerprint"]
+    report = dynadapt.convert(old, tmp_path / "c", "dcp", like=tmp_path / "b")
+    assert report.fingerprint == told[kind]["fingerprint"]
+
+
+def test_a_fused_layer_is_not_guessed(jobs: Any, tmp_path: Path) -> None:
+    folder, _ = jobs
+    kind = "tp fused, fp32"
+    old = _without(folder / kind, tmp_path / "a", lambda s: s.pop("universal_checkpoint_info"))
+    with pytest.raises(Refused) as caught:
+        dynadapt.open(old, model=autotp.model_of(autotp.Setup("fused")))
+    assert {f.where for f in caught.value.findings} == {"qkv.weight", "qkv.bias"}
+
+
+@pytest.mark.parametrize("kind", ["tp zero2, tied", "tp fused, fp32"])
+def test_patterns_say_the_cut_as_well_as_maps(jobs: Any, tmp_path: Path, kind: str) -> None:
+    """As DeepSpeed's converter reads them where there are no maps."""
+    folder, told = jobs
+
+    def without_maps(states: dict[str, Any]) -> None:
+        states["universal_checkpoint_info"].pop("affine_map")
+
+    old = _without(folder / kind, tmp_path / "a", without_maps)
+    assert dynadapt.open(old).fingerprint() == told[kind]["fingerprint"]
+
+
+def test_a_part_that_is_gone_is_named(jobs: Any, tmp_path: Path) -> None:
+    folder, _ = jobs
+    for name, pattern in (("pipe zero1", "layer_02*"), ("tp zero2, tied", "*_1_mp_rank_01_optim*")):
+        copy = tmp_path / name
+        shutil.copytree(folder / name, copy)
+        for path in (copy / "t").glob(pattern):
+            path.unlink()
+        with pytest.raises(Refused) as caught:
+            dynadapt.open(copy)
+        assert caught.value.reason == "missing-file"
+
+
+def test_replicas_that_differ_are_told(jobs: Any, tmp_path: Path) -> None:
+    """What is not cut is on all ranks: one that drifted is not taken for the others."""
+    folder, _ = jobs
+    shutil.copytree(folder / "tp fused, fp32", tmp_path / "a")
+    path = tmp_path / "a" / "t" / "zero_pp_rank_0_mp_rank_01_optim_states.pt"
+    states = torch.load(path, weights_only=False)
+    flat = states["optimizer_state_dict"]["single_partition_of_fp32_groups"][0]
+    flat.data[3] += 1  # of the embedding, which comes first and is not cut
+    torch.save(states, path)
+    with pytest.raises(Refused) as caught:
+        dynadapt.open(tmp_path / "a").fingerprint()
+    assert caught.value.reason == "replicas-differ"
+    assert "embed.weight" in caught.value.findings[0].where
