@@ -173,7 +173,7 @@ class Control:
     def _await_decision(self, place: str, name: str, last: bool) -> Any:
         # longer than a phase may take: a peer that runs into its own limit still gets to say so
         deadline = self._began + self.timeouts.phase + min(self.timeouts.phase / 2, 30.0)
-        for _ in self._until([f"{place}/decision"]):
+        for _ in self._until(lambda: self._store.check([f"{place}/decision"])):
             late = [s for s in self.seats if not self._store.check([f"{place}/{s}"])]
             silent = [s for s in late if self._is_silent(s)]
             if silent:
@@ -184,11 +184,11 @@ class Control:
                 self._decide(place, name, {}, last)
         return json.loads(self._store.get(f"{place}/decision"))
 
-    def _until(self, keys: list[str]) -> Iterator[None]:
-        """Wait until the store has all keys; yields at times, for a look at whether it still can."""
+    def _until(self, done: Callable[[], bool]) -> Iterator[None]:
+        """Wait until `done()`; yields at times, for a look at whether it can still come true."""
         looked = time.monotonic()
         pause, longest = 0.0002, min(0.001 * (2 + len(self.seats)), 0.02)
-        while not self._store.check(keys):
+        while not done():
             if time.monotonic() - looked > _LOOK:
                 yield
                 looked = time.monotonic()
@@ -270,7 +270,7 @@ class Control:
 
     def _await(self, keys: list[str], seats: Sequence[int]) -> None:
         """Wait for a key a seat, as long as none of the seats has failed."""
-        for _ in self._until(keys) if keys else ():
+        for _ in self._until(lambda: self._store.check(keys)) if keys else ():
             self.look()
             late = [s for k, s in zip(keys, seats, strict=True) if not self._store.check([k])]
             over = time.monotonic() > self._began + self.timeouts.phase
@@ -285,10 +285,7 @@ class Control:
 
     def watch(self, done: Callable[[], bool], what: str) -> None:
         """Wait until `done()`. Raises as soon as another seat has failed or is gone, or time is up."""
-        pause = 0.0005
-        while not done():
-            time.sleep(pause)
-            pause = min(pause * 1.5, _LOOK)
+        for _ in self._until(done):
             self.look()
             gone = [seat for seat in self.seats if seat != self.seat and self._is_silent(seat)]
             if gone:
