@@ -199,4 +199,18 @@ def _unknown_format(x: Any) -> str:
         return f"no checkpoint format is called {x.format!r}; known: {known}"
     if not Path(x).exists():
         return f"{x}: there is no such file or folder"
-    return f"{x}: holds no checkpoint of a known format ({known})"
+    return f"{x}: holds no checkpoint of a known format ({known}){_hint(Path(x))}"
+
+
+def _hint(path: Path) -> str:
+    """Folders inside that are checkpoints, and a `latest` that names none."""
+    if not path.is_dir():
+        return ""
+    pointer, text = path / "latest", ""
+    if pointer.is_file():
+        tag = pointer.read_bytes()[:100].decode(errors="replace").strip()
+        text = f"; its `latest` names {tag!r}, which is no folder in it"
+    formats = [entry.load() for entry in _FORMATS]
+    inside = sorted(p for p in path.iterdir() if p.is_dir())[:1000]
+    found = [p.name for p in inside if any(f.accepts(str(p)) for f in formats)]  # type: ignore[attr-defined]
+    return f"{text}; give one of its folders: {', '.join(found[-5:])}" if found else text

@@ -235,6 +235,8 @@ def apply_scheduler(
 ) -> tuple[Outcome, ...]:
     """Load the source scheduler's state into a target scheduler of the same class.
 
+    A checkpoint does not say the class: there the entries of the state must be the same.
+
     `groups` is the source's `param_groups` item and `names` the target's: what a scheduler keeps per
     group follows the members. Raises `Refused` (`scheduler-groups`) if the groups are cut otherwise.
     """
@@ -244,10 +246,12 @@ def apply_scheduler(
         return (Outcome("scheduler", "dropped", "the source has no scheduler"),)
     if scheduler is None:
         return (Outcome("scheduler", "dropped", "the target has no scheduler"),)
-    if type(scheduler).__name__ != item.value["class"]:
-        note = f"the source's is a {item.value['class']}, the target's a {type(scheduler).__name__}"
+    own, given, kind = scheduler.state_dict(), item.value["state"], item.value["class"]
+    if (kind and type(scheduler).__name__ != kind) or not (kind or _one_kind(own, item)):
+        plain_keys = sorted(key for key in given if not key.startswith("_"))
+        what = f"is a {kind}" if kind else f"keeps {', '.join(plain_keys) or 'nothing'}"
+        note = f"the source's {what}, the target's is a {type(scheduler).__name__}"
         return (Outcome("scheduler", "dropped", note),)
-    own, given = scheduler.state_dict(), item.value["state"]
     if groups is not None:
         order = _source_group_of(names, groups)
         if order is None:
@@ -263,6 +267,15 @@ def apply_scheduler(
         note = f"all but {', '.join(left)}, which the target keeps as it was built"
         return (Outcome("scheduler", "derived", note),)
     return (Outcome("scheduler", "exact"),)
+
+
+def _one_kind(own: Mapping[str, Any], item: AuxItem) -> bool:
+    """Whether a schedule that does not say its class, as in a file, keeps what the target's keeps."""
+
+    def told(keys: Iterable[str]) -> set[str]:
+        return {k for k in keys if not k.startswith("_") and k != "verbose"}  # by torch's version
+
+    return told(own) == told([*item.value["state"], *item.value.get("left", ())])
 
 
 def _like(own: Any, value: Any) -> Any:

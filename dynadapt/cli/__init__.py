@@ -44,7 +44,7 @@ def main() -> None:
         # Not as markup: a reason stands in square brackets.
         console = Console(stderr=True)
         console.print("error", style="red", end=" ")
-        console.print(f"[{error.reason}] {error}", markup=False, highlight=False)
+        console.print(f"[{error.reason}] {error}", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2)
 
 

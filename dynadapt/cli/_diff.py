@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from dynadapt.cli._arrange import ModelOption, OrderOption, said_of
 from dynadapt.cli._convert import Globs
@@ -20,7 +20,7 @@ from dynadapt.cli._options import JsonOption
 from dynadapt.errors import DynadaptError
 
 if TYPE_CHECKING:
-    from dynadapt.elastic.comparison import Comparison
+    from dynadapt.elastic.comparison import Comparison, Difference
 
 __all__ = ["diff"]
 
@@ -83,20 +83,31 @@ def _write_page(path: Path, page: str) -> None:
         raise DynadaptError(cause, reason="unwritable-file") from error
 
 
+def _lines(d: Difference) -> list[str]:
+    """What is known of a difference, a line each."""
+    lines = []
+    if d.dtypes[0] != d.dtypes[1]:
+        lines.append(f"{d.dtypes[0]}, {d.dtypes[1]}")
+    if d.shapes[0] != d.shapes[1]:
+        lines.append(f"shapes {list(d.shapes[0])}, {list(d.shapes[1])}")
+    if d.first is not None:
+        lines.append(
+            f"{d.count:,} of {d.numel:,} elements, at most {d.max_abs:.3g}, {d.max_ulp:,} ulp"
+        )
+        lines.append(f"first at {list(d.first)}: {d.values[0]:.9g} and {d.values[1]:.9g}")
+    return [*lines, *(part for part in (*d.places, d.hint) if part)]
+
+
 def _print(console: Console, found: Comparison) -> None:
     told = [d for d in found.tensors if d.verdict != "identical"]
     if told:
-        table = Table("tensor", "verdict", "elements", "max abs", "max ulp", "first", "where, hint")
+        table = Table(
+            Column("tensor", overflow="fold"),
+            "verdict",
+            Column("how far, and where", overflow="fold"),
+        )
         for d in told[:MOST]:
-            first = ",".join(map(str, d.first)) if d.first is not None else ""
-            count = f"{d.count:,} of {d.numel:,}" if d.count else ""
-            where = "\n".join(p for p in (*d.places, d.hint) if p)
-            if d.shapes[0] != d.shapes[1]:
-                where = f"shapes {list(d.shapes[0])}, {list(d.shapes[1])}\n{where}".strip()
-            if d.dtypes[0] != d.dtypes[1]:
-                where = f"{d.dtypes[0]}, {d.dtypes[1]}\n{where}".strip()
-            numbers = (f"{d.max_abs:.3g}", str(d.max_ulp)) if d.count else ("", "")
-            table.add_row(escape(d.key), d.verdict, count, *numbers, first, escape(where))
+            table.add_row(escape(d.key), d.verdict, escape("\n".join(_lines(d))))
         console.print(table)
         if len(told) > MOST:
             console.print(f"... and {len(told) - MOST} more")

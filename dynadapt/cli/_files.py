@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from dynadapt.cli._arrange import ModelOption, OrderOption, said_of
 from dynadapt.cli._options import JsonOption
@@ -99,10 +99,14 @@ def _print(
     from dynadapt.elastic.outcome import human
 
     table = Table("", "", show_header=False, title=escape(facts["path"]))
-    framework = f" ({facts['framework']} stage {facts['zero_stage']})" if facts["framework"] else ""
+    framework = facts["framework"] and " ({framework}{stage})".format(
+        framework=facts["framework"],
+        stage="" if facts["zero_stage"] is None else f" stage {facts['zero_stage']}",
+    )
     steps = ", ".join(f"{step:g}" for step in facts["steps"]) or "none"
     rows = {
         "format": facts["format"] + framework,
+        "layout": facts["layout"] or "whole tensors",
         "files": f"{facts['files']} with tensors",
         "parameters": f"{facts['parameters']:,}",
         "tensors": f"{facts['keys']:,}, {human(facts['bytes'])}",
@@ -119,7 +123,9 @@ def _print(
         table.add_row(name, escape(text))
     console.print(table)
     if shards:
-        files = Table("file", "keys", "rows", "bytes", title="who holds what")
+        files = Table(
+            Column("file", overflow="fold"), "keys", "rows", "bytes", title="who holds what"
+        )
         for endpoint in found.layout.endpoints:
             own = found.layout.rows(endpoint)
             size = sum(
@@ -132,7 +138,7 @@ def _print(
             files.add_row(escape(name), str(len({r.key for r in own})), str(len(own)), human(size))
         console.print(files)
     if not summary:
-        tensors = Table("key", "shape", "dtype", "kind", "rows")
+        tensors = Table(Column("key", overflow="fold"), "shape", "dtype", "kind", "rows")
         for spec in facts["tensors"]:
             kind = spec["kind"] + (", derived" if spec["derived"] else "")
             kind += ", frozen" if spec["kind"] == "parameter" and not spec["trainable"] else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -209,6 +210,10 @@ def _unknown(target: FileTarget, params: Sequence[KeySpec]) -> Iterable[Finding]
     held = {name for spec in params for name in (spec.key.name, *spec.aliases)}
     if target.order:
         order = set(target.order)
+        if len(order) < len(target.order):
+            cause = "stands in the order more than once: where it lies cannot be told"
+            for name in (name for name, n in Counter(target.order).items() if n > 1):
+                yield Finding("duplicate-name", name, cause, "list every parameter once")
         for spec in params:
             if order.isdisjoint((spec.key.name, *spec.aliases)):
                 cause = "is not in the order that was given"

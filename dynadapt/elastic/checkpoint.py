@@ -83,6 +83,7 @@ class Checkpoint:
             "format": self.format,
             "framework": behaviour.get("framework", ""),
             "zero_stage": behaviour.get("zero_stage"),
+            "layout": self.own.written.partition("/")[2],
             "files": len(layout.endpoints),
             "keys": len(layout.keys),
             "parameters": sum(s.numel for s in layout.keys if s.key.slot == "param"),

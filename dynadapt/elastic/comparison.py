@@ -159,7 +159,8 @@ def compare(
     found = [hints.hinted(d, one, two) if d.verdict == "different" else d for d in found]
     if not ignore_missing:
         found += lonely
-    aux = _aux_differences(one.own, two.own, ignore_missing)
+    called = {t.key.name: s.key.name for s, t in pairs}  # a tied tensor may go by another name in b
+    aux = _aux_differences(one.own, two.own, called, ignore_missing)
     return Comparison(tuple(sorted(found, key=lambda d: d.key)), aux, done)
 
 
@@ -375,16 +376,18 @@ def _finite(value: float) -> float | str:
 
 
 def _aux_differences(
-    a: Described, b: Described, ignore_missing: bool
+    a: Described, b: Described, called: Mapping[str, str], ignore_missing: bool
 ) -> dict[str, tuple[Any, Any]]:
     found: dict[str, tuple[Any, Any]] = {}
-    for name in sorted({*a.scalars, *b.scalars}):
-        here, there = a.scalars.get(name, {}), b.scalars.get(name, {})
+    other = {called.get(name, name): values for name, values in b.scalars.items()}
+    for name in sorted({*a.scalars, *other}):
+        here, there = a.scalars.get(name, {}), other.get(name, {})
         for label in sorted({*here, *there}):
             x, y = here.get(label), there.get(label)
-            if x != y and not (ignore_missing and None in (x, y)):
+            first = {x, y} == {None, 0}  # of what has not been stepped yet
+            if x != y and not first and not (ignore_missing and None in (x, y)):
                 found[f"{name}/{label}"] = (x, y)
-    one, two = _flat_aux(a.aux), _flat_aux(b.aux)
+    one, two = _flat_aux(a.aux, {}), _flat_aux(b.aux, called)
     for path in sorted({*one, *two}):
         x, y = one.get(path), two.get(path)
         missing = path not in one or path not in two
@@ -393,7 +396,7 @@ def _aux_differences(
     return found
 
 
-def _flat_aux(items: tuple[AuxItem, ...]) -> dict[str, Any]:
+def _flat_aux(items: tuple[AuxItem, ...], called: Mapping[str, str]) -> dict[str, Any]:
     """Hyperparameters by parameter, counts by name, the rest by path; how a job was configured is no state.
 
     A count is one wherever a format keeps it, and one that is zero is as good as none.
@@ -409,7 +412,7 @@ def _flat_aux(items: tuple[AuxItem, ...]) -> dict[str, Any]:
             found |= {f"counters/{name}": item.value} if item.value else {}
         elif item.path == "param_groups":
             for group in item.value:
-                for name in group["names"]:
+                for name in (called.get(n, n) for n in group["names"]):
                     for label, value in group["hyper"].items():
                         found[f"param_groups/{name}/{label}"] = _plain(value)
         else:

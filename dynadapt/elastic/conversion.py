@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from dynadapt.elastic.arrangement import arranged
 from dynadapt.elastic.budget import Budget, Effort
 from dynadapt.elastic.checkpoint import Checkpoint, layout_of, open_checkpoint
+from dynadapt.elastic.companions import bring_along
 from dynadapt.elastic.journal import Journal, identity
-from dynadapt.elastic.place import MANIFEST, Place, write_manifest
+from dynadapt.elastic.place import Place, write_manifest
 from dynadapt.elastic.ranks import Ranks, shares
 from dynadapt.errors import Finding, Refused
 from dynadapt.files import unwritable
@@ -235,7 +235,14 @@ class _Job:
             _verify(str(work.path), streamed.sums, kept, effort)
             clock.lap("verify")
         prints = fingerprint(there.keys, streamed.sums)
-        _bring_along(Path(self.source.path), Path(work.path))
+        outcomes += tuple(
+            bring_along(
+                Path(self.source.path),
+                Path(work.path),
+                dtype=work.options.get("dtype"),
+                whole=self.source.format != "safetensors",
+            )
+        )
         write_manifest(Path(work.path), work, prints, streamed.sums)
         return ConversionReport(
             source=self.source.path,
@@ -351,23 +358,6 @@ def _from_json(told: Mapping[str, Any]) -> ConversionReport:
     outcomes = tuple(Outcome(o["path"], o["kind"], o["note"]) for o in told["outcomes"])
     warnings = tuple(Finding(**finding) for finding in told["warnings"])
     return ConversionReport(**{**told, "outcomes": outcomes, "warnings": warnings})
-
-
-_ALONG = {".json", ".txt", ".model", ".jinja", ".md", ".yaml", ".vocab"}
-"""Endings of the small files of a Hugging Face folder: config, tokenizer, chat template."""
-
-_MOST = 64 << 20
-
-
-def _bring_along(source: Path, target: Path) -> None:
-    """Copy the small files of a Hugging Face folder, if the source is one."""
-    if not (source / "config.json").is_file():
-        return
-    for path in sorted(source.iterdir()):
-        small = path.suffix in _ALONG and path.is_file() and path.stat().st_size <= _MOST
-        ours = path.name == MANIFEST or path.name.endswith(".index.json")
-        if small and not ours and not (target / path.name).exists():
-            shutil.copy2(path, target / path.name)
 
 
 def left_out(source: RowLayout, matched: Match) -> tuple[str, ...]:

@@ -68,7 +68,7 @@ class Place:
         self._free()
         try:
             self._take()
-            if self.old.exists():  # somebody was killed as he replaced it
+            if os.path.lexists(self.old):  # somebody was killed as he replaced it
                 if self.path.exists():
                     _remove(self.old)
                 else:
@@ -88,7 +88,7 @@ class Place:
         return self.data
 
     def _free(self) -> None:
-        if self.path.exists() and not self.force:
+        if os.path.lexists(self.path) and not self.force:  # a link that leads nowhere, too
             cause, fix = "is there already", "choose another place, or replace it with --force"
             raise Refused([Finding("target-exists", str(self.path), cause, fix)])
 
@@ -116,12 +116,12 @@ class Place:
     def settle(self) -> None:
         """Give it its name. What was there waits to be removed."""
         try:
-            if self.path.exists() and self.force:
+            if os.path.lexists(self.path) and self.force:
                 self.path.rename(self.old)
             self.data.rename(self.path)
             self.settled = True
         finally:
-            if not self.settled and self.old.exists() and not self.path.exists():
+            if not self.settled and os.path.lexists(self.old) and not self.path.exists():
                 self.old.rename(self.path)
 
     def close(self) -> None:
@@ -134,7 +134,7 @@ class Place:
         if self.settled:
             _remove(self.path)
             self.settled = False
-            if self.old.exists():
+            if os.path.lexists(self.old):
                 self.old.rename(self.path)
         self._drop()
 

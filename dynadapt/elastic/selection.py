@@ -10,7 +10,7 @@ from dynadapt.errors import Finding, Refused
 from dynadapt.vps.keys import Key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from dynadapt.protocols import AuxItem, Described
     from dynadapt.vps.keys import KeySpec
@@ -49,26 +49,36 @@ class Selection:
         pairs = ((self.strip_prefix + n.removeprefix(self.add_prefix), n) for n in names)
         return tuple(dict.fromkeys(name for pair in pairs for name in pair))
 
-    def keeps(self, spec: KeySpec) -> bool:
-        """Whether a key is meant."""
-        if self.weights_only and spec.kind == "state":
-            return False
-        return self.name(spec.key.name) is not None
-
     def of(self, own: Described) -> Described:
-        """The description of what is meant, over the same buffers; raises `Refused` (`no-match`)."""
-        specs, renamed = [], {}
+        """The description of what is meant, over the same buffers.
+
+        Raises `Refused`: `no-match`, and `duplicate-name` for two tensors that would get one name.
+        """
+        specs: list[KeySpec] = []
+        renamed: dict[Key, Key] = {}
+        now: dict[str, str] = {}
+        taken: dict[Key, KeySpec] = {}
+        findings: list[Finding] = []
+        ties = {spec.key.name: spec.aliases for spec in own.specs if spec.aliases}
         for spec in own.specs:
-            name = self.name(spec.key.name)
-            if name is None or not self.keeps(spec):
+            every = (spec.key.name, *ties.get(spec.key.name, ()))
+            # A tied tensor stays under those of its names that are meant.
+            names = [name for name in map(self.name, every) if name is not None]
+            if not names or (self.weights_only and spec.kind == "state"):
                 continue
-            aliases = tuple(a for a in map(self.name, spec.aliases) if a is not None)
-            renamed[spec.key] = Key(name, spec.key.slot)
-            specs.append(replace(spec, key=renamed[spec.key], aliases=aliases))
-        findings = [
+            now |= dict.fromkeys(every, names[0])
+            renamed[spec.key] = Key(names[0], spec.key.slot)
+            specs.append(replace(spec, key=renamed[spec.key], aliases=tuple(names[1:])))
+            for key in (Key(name, spec.key.slot) for name in names):
+                if taken.setdefault(key, spec) is not spec:
+                    cause = f"both {taken[key].key} and {spec.key} would be called so"
+                    fix = "take off another prefix, or leave one out by --exclude"
+                    findings.append(Finding("duplicate-name", str(key), cause, fix))
+        known = {name for spec in own.specs for name in (spec.key.name, *spec.aliases)}
+        findings += [
             Finding("no-match", glob, "matches no tensor")
             for glob in (*self.include, *self.exclude)
-            if not any(fnmatchcase(spec.key.name, glob) for spec in own.specs)
+            if not any(fnmatchcase(name, glob) for name in known)
         ]
         if findings:
             raise Refused(findings)
@@ -81,16 +91,17 @@ class Selection:
         scalars = {
             name: values
             for old, values in own.scalars.items()
-            if not self.weights_only and (name := self.name(old)) is not None
+            if not self.weights_only and (name := now.get(old)) is not None
         }
-        aux = () if self.weights_only else tuple(map(self._item, own.aux))
+        aux = () if self.weights_only else tuple(_item(item, now) for item in own.aux)
         return replace(own, specs=tuple(specs), files=files, scalars=scalars, aux=aux)
 
-    def _item(self, item: AuxItem) -> AuxItem:
-        if item.path != "param_groups":
-            return item
-        value = [
-            {**group, "names": [n for n in map(self.name, group["names"]) if n is not None]}
-            for group in item.value
-        ]
-        return replace(item, value=value)
+
+def _item(item: AuxItem, now: Mapping[str, str]) -> AuxItem:
+    """Groups with the names that their members have now."""
+    if item.path != "param_groups":
+        return item
+    value = [
+        {**group, "names": [now[n] for n in group["names"] if n in now]} for group in item.value
+    ]
+    return replace(item, value=value)

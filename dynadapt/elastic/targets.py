@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import FileTarget
 from dynadapt.registry import format_names
-from dynadapt.vps.keys import ITEMSIZE
+from dynadapt.transport.casts import CASTABLE
+from dynadapt.vps.keys import SHORT_DTYPES
 from dynadapt.vps.spec import LayoutSpec
 
 if TYPE_CHECKING:
@@ -60,7 +61,10 @@ def file_options(
     if max_shard_size is not None:
         options["max_shard_size"] = max_shard_size
     if dtype is not None:
-        if dtype not in ITEMSIZE:
-            raise Refused([Finding("bad-argument", f"dtype {dtype}", "there is no such dtype")])
-        options |= {"dtype": dtype, "keep_dtype": tuple(keep_dtype)}
+        known = SHORT_DTYPES.get(dtype, dtype)
+        if known not in CASTABLE:
+            cause = "floats are written as no such dtype"
+            fix = f"one of {', '.join(sorted(CASTABLE))}"
+            raise Refused([Finding("bad-argument", f"dtype {dtype}", cause, fix)])
+        options |= {"dtype": known, "keep_dtype": tuple(keep_dtype)}
     return options

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ITEMSIZE",
+    "SHORT_DTYPES",
     "Key",
     "KeySpec",
     "alias_groups",
@@ -27,6 +28,9 @@ Kind = Literal["parameter", "buffer", "transient", "state"]
 Presence = Literal["present", "zero", "none"]
 
 #: Bytes of one element, by dtype name (torch's names without the prefix).
+SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+"""What people call dtypes, where they may write one."""
+
 ITEMSIZE: dict[str, int] = {
     "bool": 1,
     "uint8": 1,

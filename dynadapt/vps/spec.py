@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from dynadapt.errors import Finding, Refused
-from dynadapt.vps.keys import ITEMSIZE
+from dynadapt.vps.keys import ITEMSIZE, SHORT_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -129,6 +129,7 @@ class LayoutSpec:
     def dtype(self, name: str, default: str = "") -> str:
         """An option that is a dtype's name, as torch has it without the prefix."""
         value = self.options.get(name, default)
+        value = SHORT_DTYPES.get(value, value)
         if value and value not in ITEMSIZE:
             raise Refused([_bad(str(self), f"{name}={value} is no dtype{_near(value, ITEMSIZE)}")])
         return value

@@ -115,6 +115,8 @@ def test_a_state_that_was_never_made_is_zeros(tmp_path: Path) -> None:
         f"1.{name}/{slot}" for name in ("bias", "weight") for slot in ("exp_avg", "exp_avg_sq")
     ]
     assert all("nothing is held" in there for _, there in unlike.values())
+    dynadapt.convert(tmp_path / "one.pt", tmp_path / "dcp", "dcp")  # where zeros and step 0 stand
+    assert dynadapt.diff(tmp_path / "one.pt", tmp_path / "dcp").same
 
 
 def test_a_count_is_one_wherever_it_is_kept(tmp_path: Path) -> None:

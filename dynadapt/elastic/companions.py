@@ -1,0 +1,69 @@
+"""The small files of a Hugging Face folder, which go with its weights: config, tokenizer, code, templates."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from dynadapt.elastic.place import MANIFEST
+from dynadapt.protocols import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+__all__ = ["bring_along"]
+
+_ENDINGS = {
+    *(".json", ".txt", ".model", ".jinja", ".md", ".yaml", ".yml", ".vocab"),
+    *(".tiktoken", ".bpe", ".spm", ".py"),
+}
+_FOLDERS = ("additional_chat_templates",)
+_MOST = 64 << 20
+
+_STATE = ("optimizer.*", "scheduler.*", "scaler.*", "rng_state*.pth")
+"""What `transformers.Trainer` saves beside the weights."""
+
+
+def bring_along(source: Path, target: Path, *, dtype: str | None, whole: bool) -> list[Outcome]:
+    """Copy them, if the source is such a folder; what becomes of the rest that a trainer keeps there.
+
+    The config says `dtype` then, if the weights were asked for in one: transformers loads them as it says.
+    Files of the training state are told, unless `whole` says that the source's format has one of its own.
+    """
+    if not (source / "config.json").is_file():
+        return []
+    for path in _small(source):
+        if not (there := target / path.relative_to(source)).exists():
+            there.parent.mkdir(exist_ok=True)
+            shutil.copy2(path, there)
+    if dtype is not None:
+        _say_dtype(target / "config.json", dtype)
+    if whole:
+        return []
+    left = [p.name for p in sorted(source.iterdir()) if any(fnmatchcase(p.name, g) for g in _STATE)]
+    note = "lies beside the weights, and is not read: this format is weights alone"
+    return [Outcome(name, "dropped", note) for name in left]
+
+
+def _small(source: Path) -> Iterator[Path]:
+    inner = (source / name for name in _FOLDERS)
+    for folder in (source, *(path for path in inner if path.is_dir())):
+        for path in sorted(folder.iterdir()):
+            ours = path.name == MANIFEST or path.name.endswith(".index.json")
+            ours = ours or path.name.startswith("zero_to_")  # DeepSpeed's scripts for its own files
+            wanted = path.suffix in _ENDINGS or path.name in {"LICENSE", "NOTICE"}
+            if wanted and not ours and path.is_file() and path.stat().st_size <= _MOST:
+                yield path
+
+
+def _say_dtype(config: Path, dtype: str) -> None:
+    with suppress(OSError, ValueError):
+        told = json.loads(config.read_text())
+        names = [n for n in ("dtype", "torch_dtype") if isinstance(told, dict) and n in told]
+        if names:
+            told |= dict.fromkeys(names, dtype)
+            config.write_text(json.dumps(told, indent=2, ensure_ascii=False) + "\n")

@@ -1,0 +1,149 @@
+"""Which part of a checkpoint is meant, under which names, and what goes along with it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+import dynadapt
+from dynadapt.errors import DynadaptError, Refused
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def tied(tmp_path: Path) -> Path:
+    """A job whose head is its embedding, as a torch file."""
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(5, 3), "up": torch.nn.Linear(3, 4)})
+    model["head"] = torch.nn.Linear(3, 5, bias=False)
+    model["head"].weight = model["embed"].weight
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-2)
+    model["head"](
+        model["embed"](torch.arange(4)) + model["up"](torch.ones(4, 3)).sum()
+    ).sum().backward()
+    optimizer.step()
+    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(tree, tmp_path / "job.pt")
+    return tmp_path / "job.pt"
+
+
+@pytest.mark.parametrize("globs", [{"exclude": ("embed.*",)}, {"include": ("head.*",)}])
+def test_a_tied_tensor_stays_under_the_names_that_are_left(
+    tied: Path, tmp_path: Path, globs: dict[str, Any]
+) -> None:
+    dynadapt.convert(tied, tmp_path / "part", "torch", **globs)
+    found = torch.load(tmp_path / "part" / "checkpoint.pt", weights_only=True)
+    whole = torch.load(tied, weights_only=True)
+    assert "embed.weight" not in found["model"]
+    assert torch.equal(found["model"]["head.weight"], whole["model"]["embed.weight"])
+    again = dynadapt.open(tmp_path / "part")
+    assert np.array_equal(
+        again.tensors["head.weight/exp_avg"], dynadapt.open(tied).tensors["embed.weight/exp_avg"]
+    )
+    assert again.scalars["head.weight"] == {"step": 1}
+    assert dynadapt.diff(tied, tmp_path / "part", ignore_missing=True).same
+
+
+def test_two_tensors_do_not_get_one_name(tmp_path: Path) -> None:
+    save_file({"a.w": np.ones(3, "f4"), "w": np.zeros(3, "f4")}, tmp_path / "x.safetensors")
+    with pytest.raises(Refused, match=r"both a.w/param and w/param") as refused:
+        dynadapt.convert(
+            tmp_path / "x.safetensors", tmp_path / "y", "safetensors", strip_prefix="a."
+        )
+    assert refused.value.reason == "duplicate-name"
+
+
+def test_a_name_stands_in_an_order_once(tmp_path: Path) -> None:
+    """Which of its places a loading job's parameter has cannot be told, and flats depend on it."""
+    save_file({"a": np.ones(3, "f4"), "b": np.zeros(3, "f4")}, tmp_path / "x.safetensors")
+    with pytest.raises(Refused, match="more than once") as refused:
+        dynadapt.convert(
+            tmp_path / "x.safetensors", tmp_path / "y", "zero3:dp=2", order=("a", "b", "a")
+        )
+    assert refused.value.reason == "duplicate-name"
+
+
+def test_what_lies_beside_the_weights(tmp_path: Path) -> None:
+    source = tmp_path / "hf"
+    (source / "additional_chat_templates").mkdir(parents=True)
+    save_file({"w": np.ones(3, "f4")}, source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps({"dtype": "float32", "name": "größe"}))
+    along = ("tokenizer.json", "x.tiktoken", "modeling_x.py", "LICENSE")
+    more = ("additional_chat_templates/tool.jinja", "optimizer.pt", "zero_to_fp32.py")
+    for name in (*along, *more):
+        (source / name).write_text("{}")
+    report = dynadapt.convert(source, tmp_path / "low", "safetensors", dtype="bf16")
+    assert all((tmp_path / "low" / name).exists() for name in (*along, more[0]))
+    assert not any((tmp_path / "low" / name).exists() for name in more[1:])
+    config = json.loads((tmp_path / "low" / "config.json").read_text())
+    assert config == {"dtype": "bfloat16", "name": "größe"}
+    assert dynadapt.open(tmp_path / "low").keys[0].dtype == "bfloat16"
+    assert [(o.path, o.kind) for o in report.outcomes] == [("optimizer.pt", "dropped")]
+
+
+def test_a_folder_around_checkpoints_says_where_they_are(tmp_path: Path) -> None:
+    (tmp_path / "out" / "step5").mkdir(parents=True)
+    save_file({"w": np.ones(3, "f4")}, tmp_path / "out" / "step5" / "model.safetensors")
+    (tmp_path / "out" / "latest").write_text("step7")
+    with pytest.raises(DynadaptError, match=r"'step7', which is no folder.*: step5") as error:
+        dynadapt.open(tmp_path / "out")
+    assert error.value.reason == "no-adapter"
+
+
+def test_a_link_that_leads_nowhere_is_there(tmp_path: Path) -> None:
+    save_file({"w": np.ones(3, "f4")}, tmp_path / "x.safetensors")
+    (tmp_path / "y").symlink_to("nowhere")
+    with pytest.raises(Refused) as refused:
+        dynadapt.convert(tmp_path / "x.safetensors", tmp_path / "y", "safetensors")
+    assert refused.value.reason == "target-exists"
+    dynadapt.convert(tmp_path / "x.safetensors", tmp_path / "y", "safetensors", force=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["x.safetensors", "y"]
+
+
+class _Schedules:
+    @staticmethod
+    def steps(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.StepLR:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+    @staticmethod
+    def smooth(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.ExponentialLR:
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+def _job(schedule: Any) -> tuple[Any, Any, Any]:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-2)
+    return model, optimizer, schedule(optimizer)
+
+
+def _step(job: tuple[Any, Any, Any]) -> float:
+    model, optimizer, schedule = job
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def test_a_schedule_goes_on_where_a_checkpoint_left_it(tmp_path: Path) -> None:
+    """A file does not say a schedule's class; what it keeps must be what the job's keeps."""
+    old = _job(_Schedules.steps)
+    for _ in range(3):
+        _step(old)
+    model, optimizer, schedule = (each.state_dict() for each in old)
+    tree = {"model": model, "optimizer": optimizer, "scheduler": schedule}
+    torch.save(tree, tmp_path / "job.pt")
+    new, other = _job(_Schedules.steps), _job(_Schedules.smooth)
+    report = dynadapt.load(dynadapt.TrainState(*new), tmp_path / "job.pt")
+    assert {o.path: o.kind for o in report.outcomes}["scheduler"] == "exact"
+    assert [_step(old) for _ in range(4)] == [_step(new) for _ in range(4)]
+    report = dynadapt.load(dynadapt.TrainState(*other), tmp_path / "job.pt")
+    told = next(o for o in report.outcomes if o.path == "scheduler")
+    assert told.kind == "dropped"
+    assert "base_lrs, gamma, last_epoch, step_size, the target's is a Exp" in told.note
