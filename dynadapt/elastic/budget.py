@@ -17,8 +17,8 @@ SMALLEST = 64 << 10
 _WORTH = 256 << 10
 """Bytes of a piece above which a further thread is worth more than larger pieces."""
 
-_FIXED = 2 << 20
-_SHARE = 16
+_FIXED = 3 << 20
+_SHARE = 4
 
 
 def anonymous_bytes() -> int | None:
@@ -33,8 +33,8 @@ def anonymous_bytes() -> int | None:
 def thread_bytes(piece: int) -> int:
     """The most that a thread takes for pieces of so many bytes.
 
-    A block of widened words and its products, whatever the piece; and the piece put together, its casts,
-    and in the worst case (bytes in one dim) weights of 8 bytes an element, three times.
+    A block of widened words, its products and weights, whatever the piece; and the piece put together, and
+    the casts of a quarter of one.
     """
     return _FIXED + _SHARE * piece
 

@@ -12,7 +12,7 @@ from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import FileSource
 from dynadapt.registry import adapter_for
 from dynadapt.transport.certificate import fingerprint
-from dynadapt.transport.stream import PIECE, key_sums
+from dynadapt.transport.stream import key_sums
 from dynadapt.vps import cover
 from dynadapt.vps.layout import RowLayout
 
@@ -106,7 +106,7 @@ class Checkpoint:
             "trainable": spec.trainable,
             "derived": spec.derived,
             "aliases": list(spec.aliases),
-            "rows": sum(len(self.layout.rows_of(spec.key, e)) for e in self.layout.endpoints),
+            "rows": len(self.layout.held(spec.key)),
         }
 
     def __str__(self) -> str:
@@ -125,12 +125,9 @@ class Checkpoint:
     def _problems(self) -> tuple[Finding, ...]:
         return cover.prove(self.layout)
 
-    def sums(
-        self, *, threads: int = 2, piece: int = PIECE
-    ) -> tuple[dict[Key, int], tuple[Finding, ...]]:
-        """Sums by key, and replicas that differ, by file. Reads everything, `piece` bytes at a time."""
-        names = self.files
-        return key_sums(self.layout, self.buffers, threads=threads, piece=piece, names=names)
+    def sums(self, *, threads: int = 2) -> tuple[dict[Key, int], tuple[Finding, ...]]:
+        """Sums by key, and replicas that differ, by file. Reads everything."""
+        return key_sums(self.layout, self.buffers, threads=threads, names=self.files)
 
     def fingerprint(self, *, threads: int = 2) -> str:
         """The layout-free fingerprint of the state; raises `Refused` (`uncovered`, `replicas-differ`)."""

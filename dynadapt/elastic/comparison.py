@@ -17,7 +17,8 @@ from dynadapt.elastic import hints
 from dynadapt.elastic.checkpoint import layout_of
 from dynadapt.files import raw_dtype
 from dynadapt.transport.casts import CASTABLE, cast
-from dynadapt.transport.stream import PIECE, Sources, boxes_of
+from dynadapt.transport.sources import Sources, boxes_of
+from dynadapt.transport.stream import PIECE
 from dynadapt.vps.box import Box, linear_index
 from dynadapt.vps.keys import Key, itemsize
 

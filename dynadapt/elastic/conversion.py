@@ -12,6 +12,7 @@ import os
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.elastic.arrangement import arranged
@@ -26,9 +27,10 @@ from dynadapt.files import unwritable
 from dynadapt.protocols import FileTarget, Outcome
 from dynadapt.registry import adapter_for
 from dynadapt.transport.certificate import fingerprint
+from dynadapt.transport.filling import Progress, Stopped
 from dynadapt.transport.match import match
 from dynadapt.transport.plan import Options, Pair
-from dynadapt.transport.stream import Progress, Stopped, Streamed, stream
+from dynadapt.transport.stream import Streamed, stream
 from dynadapt.vps import cover
 from dynadapt.vps.keys import Key, itemsize
 
@@ -223,6 +225,7 @@ class _Job:
         clock.lap("prepare")
         streamed = self._stream(made, there, matched, effort, marks, on_bytes)
         clock.lap("stream")
+        Thread(target=os.sync, daemon=True).start()  # the disk works while all is read back
         work.crcs.update(streamed.crcs)
         outcomes = writer.finish(work, layout.keys, own.scalars, aux)
         clock.lap("finish")
@@ -379,7 +382,7 @@ def copies(source: RowLayout, target: RowLayout) -> list[Pair]:
 def _verify(path: str, sums: Any, kept: Any, effort: Effort) -> None:
     """Read the target as anybody would, and compare every sum with the source's."""
     back = open_checkpoint(path)
-    have, drifted = back.sums(threads=effort.threads, piece=effort.piece)
+    have, drifted = back.sums(threads=effort.threads)
     findings = [*back.problems(), *drifted]
     for key in sorted(kept):
         if sums.get(key, 0) != have.get(key, 0):

@@ -11,7 +11,7 @@ import numpy as np
 from dynadapt.errors import Finding, Refused
 from dynadapt.files import raw_dtype
 from dynadapt.transport.casts import cast
-from dynadapt.transport.stream import Sources
+from dynadapt.transport.sources import Sources
 from dynadapt.vps.box import Box, uncovered
 
 if TYPE_CHECKING:

@@ -184,11 +184,9 @@ class _Line:
         `a` and `b` of the two are `v * a + (v >> 32) * (b - 2**32 * a)`, and nothing is widened.
         """
         flat = np.ascontiguousarray(array).reshape(-1)
-        if self._even is not None:
-            pairs = flat.view(np.uint64)
-            if pairs.flags.aligned:
-                pairs = pairs.reshape(-1, self._even.size)
-                return _dot(pairs, self._even) + _dot(pairs >> np.uint64(32), self._odd)
+        if self._even is not None and flat.view(np.uint64).flags.aligned:
+            pairs = flat.view(np.uint64).reshape(-1, self._even.size)
+            return _dot(pairs, self._even) + _dot(pairs >> np.uint64(32), self._odd)
         words = flat.view(f"u{self._size}").astype(np.uint64)
         return _dot(words.reshape(-1, self._weights.size), self._weights)
 
@@ -207,8 +205,8 @@ def _sum(array: NDArray[Any], spans: tuple[_Span, ...], seed: int) -> int:
     """The hash of a box: cut along its first dims into blocks that fit the cache, and added."""
     first, inner = _weights(seed, spans[0]), prod(array.shape[1:])
     if inner > _BLOCK:
-        slabs = zip(first.tolist(), array, strict=True)
-        return sum(w * _sum(slab, spans[1:], seed) for w, slab in slabs) & MASK
+        slabs = zip(first, array, strict=True)
+        return sum(int(w) * _sum(slab, spans[1:], seed) for w, slab in slabs) & MASK
     line, left = _line(seed, spans[1:], array.itemsize)
     short = len(line) < _SHORT  # then all inner dims are in it
     outer = [_weights(seed, span) for span in spans[left:0:-1]]

@@ -17,8 +17,9 @@ from dynadapt.errors import Refused
 from dynadapt.files import FileBuffer, mapped, unwritable
 from dynadapt.transport._torch import as_words, dtype_name, torch_dtype
 from dynadapt.transport.executor import Moved, copy_checked
+from dynadapt.transport.filling import WRITE
 from dynadapt.transport.hashing import acts_for
-from dynadapt.transport.stream import PIECE, boxes_of, inside
+from dynadapt.transport.sources import boxes_of, inside
 from dynadapt.vps.keys import itemsize
 from dynadapt.vps.layout import file_endpoint
 
@@ -60,7 +61,7 @@ def write_moves(
 def _write(view: torch.Tensor, move: Move, row: Row, buffer: FileBuffer, narrow: str) -> None:
     """One box into one row of a file."""
     size = itemsize(buffer.dtype)
-    bytes_each = PIECE if view.device.type == "cpu" else FROM_DEVICE
+    bytes_each = WRITE if view.device.type == "cpu" else FROM_DEVICE
     try:
         fd = os.open(buffer.path, os.O_WRONLY)
         try:
@@ -97,7 +98,7 @@ def _put(fd: int, array: NDArray[Any], box: Box, row: Row, buffer: FileBuffer) -
         place = buffer.offset + row.offset_of(low) * size
         own = data[number * run * size : (number + 1) * run * size]
         while own:
-            done = os.pwrite(fd, own[:PIECE], place)
+            done = os.pwrite(fd, own[:WRITE], place)
             own, place = own[done:], place + done
 
 

@@ -193,6 +193,14 @@ class RowLayout:
         """The rows of one endpoint for one key, sorted by box."""
         return self._by_key_endpoint.get((key, endpoint), ())
 
+    def held(self, key: Key) -> list[tuple[int, Row]]:
+        """The rows of all endpoints for one key, each with its endpoint; sorted by endpoint and box."""
+        at = self._index.get(key)
+        if at is None:
+            return []
+        start, stop = int(self._starts[at]), int(self._starts[at + 1])
+        return list(zip(self.endpoint[start:stop].tolist(), self._rows[start:stop], strict=True))
+
     @cached_property
     def _by_endpoint(self) -> dict[int, tuple[Row, ...]]:
         found: dict[int, list[Row]] = {}

@@ -21,7 +21,7 @@ from dynadapt.elastic.place import MANIFEST, Place
 from dynadapt.elastic.selection import Selection
 from dynadapt.errors import DynadaptError, Refused
 from dynadapt.protocols import FileTarget
-from dynadapt.transport import stream as streaming
+from dynadapt.transport import filling
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -119,14 +119,14 @@ def test_a_failure_leaves_nothing(
 def test_a_flipped_bit_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was written is read back as anybody would read it."""
     _source(tmp_path / "a")
-    true = streaming._write
+    true = filling._write
 
     def flips(fd: int, data: memoryview, at: int) -> None:
         wrong = np.frombuffer(data, np.uint8).copy()
         wrong[0] ^= 1
         true(fd, wrong.data, at)
 
-    monkeypatch.setattr(streaming, "_write", flips)
+    monkeypatch.setattr(filling, "_write", flips)
     with pytest.raises(Refused) as caught:
         convert(open_checkpoint(tmp_path / "a"), _target(tmp_path / "b"))
     assert caught.value.reason == "certificate"

@@ -21,7 +21,7 @@ from dynadapt.elastic.checkpoint import Checkpoint, open_checkpoint
 from dynadapt.elastic.conversion import convert
 from dynadapt.elastic.targets import target_of
 from dynadapt.errors import Refused
-from dynadapt.transport.stream import Sources
+from dynadapt.transport.sources import Sources
 from dynadapt.vps.box import Box
 from tests import _ranks
 from tests.live import jobs

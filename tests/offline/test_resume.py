@@ -20,7 +20,7 @@ from dynadapt import cli, offline
 from dynadapt.elastic.place import Place
 from dynadapt.elastic.verification import verified
 from dynadapt.errors import Refused
-from dynadapt.transport import stream as streaming
+from dynadapt.transport import filling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -69,14 +69,14 @@ def _at(point: int, act: Callable[[], None]) -> None:
         if writes and any(".b." in str(word) or str(word).endswith("/b") for word in words):
             step()
 
-    write = streaming._write
+    write = filling._write
 
     def half(fd: int, data: memoryview, at: int) -> None:
         write(fd, data[: len(data) // 2], at)
         step()
         write(fd, data[len(data) // 2 :], at + len(data) // 2)
 
-    streaming._write = half
+    filling._write = half
     sys.addaudithook(hear)
 
 

@@ -15,7 +15,8 @@ from dynadapt.files import FileBuffer
 from dynadapt.transport.casts import cast
 from dynadapt.transport.match import match
 from dynadapt.transport.plan import Options
-from dynadapt.transport.stream import boxes_of, key_sums, stream
+from dynadapt.transport.sources import boxes_of
+from dynadapt.transport.stream import key_sums, stream
 from dynadapt.vps.box import Box, Span, row_major_strides
 from dynadapt.vps.keys import Key, KeySpec, itemsize
 from dynadapt.vps.layout import Row, RowLayout

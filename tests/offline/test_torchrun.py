@@ -19,7 +19,7 @@ from dynadapt.elastic import ranks as together
 from dynadapt.elastic.place import Place
 from dynadapt.elastic.verification import verified
 from dynadapt.errors import Refused
-from dynadapt.transport import stream as streaming
+from dynadapt.transport import filling
 from tests import _ranks
 from tests.offline import _made
 from tests.offline.test_resume import _bytes, _die, _source
@@ -94,14 +94,14 @@ def _ranks_of(count: int, what: Callable[[int], Any], log: Path) -> list[int]:
 
 def _writing(point: int, act: Callable[[], None]) -> None:
     """Act before the so-many-th write of tensors."""
-    write, calls = streaming._write, itertools.count(1)
+    write, calls = filling._write, itertools.count(1)
 
     def counted(fd: int, data: memoryview, at: int) -> None:
         if next(calls) == point:
             act()
         write(fd, data, at)
 
-    streaming._write = counted
+    filling._write = counted
 
 
 def _logs(log: Path) -> list[str]:

@@ -1,0 +1,229 @@
+"""The buffers of files filled in order, each by one thread.
+
+What is taken at a time is written, and its sums are taken while it is in the cache. Writes of more than a
+MiB are slow on some systems.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from dataclasses import dataclass
+from threading import Event, Lock, local
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dynadapt.errors import Finding, Refused
+from dynadapt.files import FileBuffer, raw_dtype, unwritable
+from dynadapt.transport.casts import cast, same_values
+from dynadapt.transport.certificate import MASK, weighted_sum
+from dynadapt.transport.sources import Sources, boxes_of, inside, view_of
+from dynadapt.vps.box import Box, row_major_strides
+from dynadapt.vps.keys import itemsize
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from dynadapt.transport.plan import Match, Narrow, Pair
+    from dynadapt.vps.layout import Row
+
+__all__ = ["WRITE", "Progress", "Stopped", "Writer"]
+
+WRITE = 768 << 10
+"""Bytes of one write."""
+
+MARK = 64 << 20
+"""Bytes of a buffer after which it is told how far it is, for who might continue."""
+
+
+class Stopped(Exception):
+    """Somebody wanted it to end before it was done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a buffer is filled: its first `done` bytes, which are its first rows, in order.
+
+    `sums` are those rows' in the target's dtype, `crc` the check sum of the bytes, `read` the source's.
+    """
+
+    sums: tuple[int, ...] = ()
+    done: int = 0
+    crc: int = 0
+    read: int = 0
+
+
+class Writer:
+    """Fills buffers; one call of `fill` a thread."""
+
+    def __init__(
+        self,
+        matched: Match,
+        sources: Sources,
+        narrow: Narrow,
+        piece: int,
+        begun: Mapping[str, Progress] | None,
+        on_bytes: Callable[[int], None] | None,
+        on_mark: Callable[[str, Progress], None] | None,
+        stop: Event,
+    ) -> None:
+        self._matched, self._sources, self._narrow = matched, sources, narrow
+        self._most, self._begun = piece, begun
+        self._on_bytes, self._on_mark = on_bytes, on_mark
+        self._stop = stop
+        self._lock = Lock()
+        self._own = local()
+        self.kept = 0
+
+    def _staging(self, count: int, dtype: str) -> NDArray[Any]:
+        if not hasattr(self._own, "staging"):
+            self._own.staging = np.empty(self._most, np.uint8)
+        nbytes = count * itemsize(dtype)
+        if nbytes > self._most:
+            return np.empty(count, raw_dtype(dtype))
+        found: NDArray[Any] = self._own.staging[:nbytes].view(raw_dtype(dtype))
+        return found
+
+    def fill(self, name: str, buffer: FileBuffer, rows: Sequence[Row]) -> Progress:
+        """Write one buffer from its first byte, or from where it was left, to its last."""
+        try:
+            fd = os.open(buffer.path, os.O_RDWR)
+            try:
+                return self._fill(fd, name, buffer, rows)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise Refused([unwritable(buffer.path, error)]) from error
+
+    def _fill(self, fd: int, name: str, buffer: FileBuffer, rows: Sequence[Row]) -> Progress:
+        size = itemsize(buffer.dtype)
+        start = self._kept(fd, name, buffer)
+        fresh = self._begun is None  # a fresh file's gaps are zeros as they are
+        sums, at, crc, read = list(start.sums), start.done // size, start.crc, start.read
+        marked = start.done
+        if start.done < buffer.nbytes or len(sums) < len(rows):
+            for row in rows[len(sums) :]:
+                if row.strides != row_major_strides(row.box.shape) or row.offset < at:
+                    raise ValueError(f"{row.key} {row.box} is not laid out in order")
+                crc = self._zeros(fd, buffer, at, row.offset, crc, fresh)
+                pair, at, total = self._matched.by_target.get(row.key), row.offset, 0
+                if pair is None or pair.fill:
+                    crc = self._zeros(fd, buffer, at, at + row.box.volume, crc, fresh)
+                    at += row.box.volume
+                else:
+                    for box in boxes_of(row.box, self._elements(pair, buffer.dtype)):
+                        if self._stop.is_set():
+                            raise Stopped(buffer.path)
+                        piece = self._piece(pair, box, buffer.dtype)
+                        data = piece.reshape(-1).view(np.uint8).data
+                        for i in range(0, len(data), WRITE):
+                            part = data[i : i + WRITE]
+                            _write(fd, part, buffer.offset + at * size + i)
+                            crc = zlib.crc32(part, crc)
+                        total += weighted_sum(piece, box, row.key)
+                        at += box.volume
+                        read += box.volume * itemsize(pair.source.dtype)
+                        if self._on_bytes is not None:
+                            self._on_bytes(len(data))
+                sums.append(total & MASK)
+                if self._on_mark is not None and at * size - marked >= MARK:
+                    marked = at * size
+                    self._on_mark(name, Progress(tuple(sums), marked, crc, read))
+            crc = self._zeros(fd, buffer, at, buffer.numel, crc, fresh)
+            if self._on_mark is not None:
+                self._on_mark(name, Progress(tuple(sums), buffer.nbytes, crc, read))
+        return Progress(tuple(sums), buffer.nbytes, crc, read)
+
+    def _elements(self, pair: Pair, dtype: str) -> int:
+        """How many are taken at a time: few where they are cast, which takes room of its own."""
+        nbytes = self._most if pair.source.dtype == dtype else self._most // 4
+        return max(nbytes // itemsize(dtype), 1)
+
+    def _kept(self, fd: int, name: str, buffer: FileBuffer) -> Progress:
+        """How far a buffer had come before, if what was written then is still there."""
+        known = (self._begun or {}).get(name)
+        if known is None or not 0 <= known.done <= buffer.nbytes:
+            return Progress()
+        crc, at = 0, 0
+        while at < known.done and not self._stop.is_set():
+            data = os.pread(fd, min(self._most, known.done - at), buffer.offset + at)
+            if not data:
+                return Progress()
+            crc, at = zlib.crc32(data, crc), at + len(data)
+        if crc != known.crc:
+            return Progress()
+        with self._lock:
+            self.kept += known.done
+        if self._on_bytes is not None:
+            self._on_bytes(known.done)
+        return known
+
+    def _zeros(
+        self, fd: int, buffer: FileBuffer, start: int, stop: int, crc: int, fresh: bool
+    ) -> int:
+        """The check sum after zeros for the elements `[start, stop)`, written if the file is not fresh."""
+        size = itemsize(buffer.dtype)
+        at, end = buffer.offset + start * size, buffer.offset + stop * size
+        while at < end:
+            part = memoryview(_ZEROS)[: min(end - at, len(_ZEROS))]
+            if not fresh:
+                _write(fd, part, at)
+            crc = zlib.crc32(part, crc)
+            at += len(part)
+        return crc
+
+    def _piece(self, pair: Pair, box: Box, dtype: str) -> NDArray[Any]:
+        """The elements of a box in the target's dtype: straight from the map where that can be."""
+        rows = self._sources.rows(pair.source.key, box)
+        kind = pair.source.dtype
+        if len(rows) == 1:
+            found = view_of(self._sources.array(rows[0]), rows[0], box)
+            if kind != dtype:
+                return np.asarray(self._cast(pair, found, dtype, box), order="C")
+            if found.flags.c_contiguous:
+                return found
+        out = self._staging(box.volume, dtype).reshape(box.shape)
+        for row in rows:
+            part = row.box.intersect(box)
+            if part is None:
+                continue
+            found = view_of(self._sources.array(row), row, part)
+            if kind != dtype:
+                found = self._cast(pair, found, dtype, part)
+            out[inside(part, box)] = found
+        return out
+
+    def _cast(self, pair: Pair, array: NDArray[Any], dtype: str, box: Box) -> NDArray[Any]:
+        kind = pair.source.dtype
+        found = cast(array, kind, dtype)
+        narrows = itemsize(dtype) <= itemsize(kind)
+        rounds = pair.target.derived  # a copy is rounded by its nature
+        if (
+            narrows
+            and not rounds
+            and self._narrow == "if-exact"
+            and not _exact(array, found, kind, dtype)
+        ):
+            cause = f"{kind} would lose bits as {dtype}"
+            fix = "keep the dtype, or allow it (--narrow allow)"
+            raise Refused([Finding("narrowing", f"{pair.target.key} {box}", cause, fix)])
+        return found
+
+
+def _exact(array: NDArray[Any], found: NDArray[Any], kind: str, dtype: str) -> bool:
+    back = cast(found, dtype, kind)
+    if kind == "bfloat16":
+        array, back = cast(array, kind, "float32"), cast(back, kind, "float32")
+    return same_values(array, back)
+
+
+def _write(fd: int, data: memoryview, at: int) -> None:
+    while data:
+        done = os.pwrite(fd, data, at)
+        data, at = data[done:], at + done
+
+
+_ZEROS = bytes(1 << 16)

@@ -1,0 +1,104 @@
+"""Rows of files as arrays: boxes cut in pieces, and each read where it lies, or put together."""
+
+from __future__ import annotations
+
+from itertools import product
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dynadapt.vps.box import Box
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from numpy.typing import NDArray
+
+    from dynadapt.vps.keys import Key
+    from dynadapt.vps.layout import Row, RowLayout
+
+__all__ = ["Sources", "boxes_of", "inside", "view_of"]
+
+
+def view_of(array: NDArray[Any], row: Row, box: Box) -> NDArray[Any]:
+    """The elements of `box` in a row over a 1-D array: a view."""
+    size = array.itemsize
+    start = row.offset_of(box.lo)
+    strides = tuple(step * size for step in row.strides)
+    last = start + sum((n - 1) * s for n, s in zip(box.shape, row.strides, strict=True))
+    if start < 0 or last >= array.size:
+        raise ValueError(f"{row.key} {box} leaves its buffer")
+    found: NDArray[Any] = np.ndarray(box.shape, array.dtype, array, start * size, strides)
+    found.flags.writeable = False
+    return found
+
+
+def boxes_of(box: Box, most: int) -> Iterator[Box]:
+    """A box in row-major stretches of at most `most` elements, in order; each a box.
+
+    >>> [str(b) for b in boxes_of(Box((0, 0), (3, 4)), 8)]
+    ['[0:2,0:4]', '[2:3,0:4]']
+    """
+    if box.volume <= most:
+        yield box
+        return
+    inner, dim = 1, box.ndim
+    while dim and inner * (box.hi[dim - 1] - box.lo[dim - 1]) <= most:
+        dim -= 1
+        inner *= box.hi[dim] - box.lo[dim]
+    cut = dim - 1  # the dim that is cut; those before it one by one, those after it whole
+    step = max(most // inner, 1)
+    outer = [range(lo, hi) for lo, hi in zip(box.lo[:cut], box.hi[:cut], strict=True)]
+    for at in product(*outer):
+        ends = tuple(n + 1 for n in at)
+        for lo in range(box.lo[cut], box.hi[cut], step):
+            hi = min(lo + step, box.hi[cut])
+            yield Box((*at, lo, *box.lo[dim:]), (*ends, hi, *box.hi[dim:]))
+
+
+def inside(part: Box, box: Box) -> tuple[slice, ...]:
+    """Where a part of a box lies in an array of the box."""
+    return tuple(slice(a - o, b - o) for a, b, o in zip(part.lo, part.hi, box.lo, strict=True))
+
+
+class Sources:
+    """The source's rows by key, and the arrays behind them."""
+
+    def __init__(self, layout: RowLayout, buffers: Mapping[str, Any]) -> None:
+        self._layout, self._buffers = layout, buffers
+        self._rows: dict[Key, tuple[Row, ...]] = {}
+        self._arrays: dict[str, NDArray[Any]] = {}
+        self._lock = Lock()
+
+    def array(self, row: Row) -> NDArray[Any]:
+        """The buffer under a row; a file is opened once, not for every piece of it."""
+        found = self._arrays.get(row.buffer)
+        if found is None:
+            found = self._arrays[row.buffer] = self._buffers[row.buffer].array()
+        return found
+
+    def rows(self, key: Key, box: Box) -> list[Row]:
+        """Rows that serve a box together; of replicas the first."""
+        every = self._rows.get(key)
+        if every is None:
+            first: dict[Box, Row] = {}
+            with self._lock:
+                for _, row in self._layout.held(key):
+                    first.setdefault(row.box, row)
+            every = self._rows[key] = tuple(first[b] for b in sorted(first))
+        found = [row for row in every if row.box.intersect(box) is not None]
+        whole = next((row for row in found if row.box.contains(box)), None)
+        return found if whole is None else [whole]
+
+    def read(self, key: Key, box: Box) -> NDArray[Any]:
+        """The elements of a box, raw: a view where one row has them all, else put together."""
+        rows = self.rows(key, box)
+        if len(rows) == 1:
+            return view_of(self.array(rows[0]), rows[0], box)
+        out = np.empty(box.shape, self.array(rows[0]).dtype)
+        for row in rows:
+            part = row.box.intersect(box)
+            if part is not None:
+                out[inside(part, box)] = view_of(self.array(row), row, part)
+        return out
