@@ -51,6 +51,7 @@ _MOST = 1 << 16
 """Ranks whose files are listed as missing."""
 
 _MODEL = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")
+_EXPERT = re.compile(r"^(layer_\d+_expert_\d+|expp_rank_\d+)_mp_rank_\d+_(model|optim)_states\.pt$")
 
 
 def tag_folder(path: Path) -> Path | None:
@@ -102,6 +103,13 @@ class Folder:
         if lost := _gone(every):
             cause = f"the files of the model's parts (mp_rank) {lost} are missing"
             findings.append(Finding("missing-file", str(root), cause, fix))
+        if experts := [n for n in names if _EXPERT.match(n)]:
+            cause = f"holds experts in files of their own, such as {experts[0]}, which are not read"
+            way = "gather the experts in a job without expert parallelism"
+            findings.append(Finding("unsupported-parallel", str(root), cause, way))
+        if twice := [n for n in names if _OPTIM.match(n) and n not in optim.values()]:
+            cause = f"has more than one file of a rank's optimizer states, {twice[0]} among them"
+            findings.append(Finding("bad-file", str(root), cause, "take away what is not this job's"))
         for part in sorted(every):
             of = f" of mp_rank {part}" if len(every) > 1 else ""
             for what, found in (("optimizer", optim), ("model", wide)):

@@ -91,7 +91,7 @@ class Reading(ABC):
         own = self.optimizer()
         self._frozen()
         self._module()
-        findings = self.files.findings
+        findings = [*self.files.findings, *self._untied()]
         if findings:
             raise Refused(findings)
         scaler = self.scaler
@@ -178,6 +178,13 @@ class Reading(ABC):
         """The file of a parameter's weight; below stage 3 there is one."""
         stage = self.folder.stage
         return self.folder.model[0] if stage is None else stage.module[name][0]
+
+    def _untied(self) -> Iterator[Finding]:
+        """Names that are recorded to be another tensor's, of which there is none."""
+        for name, aliases in self.aliases.items():
+            if not any(Key(name, slot) in self.specs for slot in ("param", "buffer")):
+                cause = f"is not there, and {', '.join(aliases)} is recorded to be the same tensor"
+                yield Finding("missing-key", name, cause, "copy the whole checkpoint")
 
     def _weight(self, name: str, file: TorchFile, tensor: StoredTensor) -> None:
         master = self.specs.get(Key(name, "param"))

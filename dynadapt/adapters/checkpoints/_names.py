@@ -7,12 +7,13 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+from dynadapt.errors import Finding
 from dynadapt.vps.keys import Key, KeySpec
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-__all__ = ["as_asked", "looks_like_buffer", "natural", "tensor_spec"]
+__all__ = ["as_asked", "looks_like_buffer", "natural", "placeholders", "tensor_spec"]
 
 _BUFFERS = re.compile(
     r"(?:^|\.)(?:running_mean|running_var|num_batches_tracked|inv_freq|original_inv_freq"
@@ -51,6 +52,25 @@ def tensor_spec(
         order=order,
         aliases=tuple(sorted(aliases)),
     )
+
+
+def placeholders(specs: Iterable[KeySpec], where: str) -> list[Finding]:
+    """A finding if most of a model's parameters have no elements: what ZeRO-3 leaves in a state dict.
+
+    >>> spec = tensor_spec("fc.weight", (0,), "float32", 0)
+    >>> [f.reason for f in placeholders([spec], "model.bin")], placeholders([], "model.bin")
+    (['unsupported-format'], [])
+    """
+    weights = [spec for spec in specs if spec.key.slot == "param"]
+    empty = [spec.key.name for spec in weights if spec.shape == (0,)]
+    if 2 * len(empty) <= len(weights):
+        return []
+    cause = (
+        f"{len(empty)} of {len(weights)} parameters, {empty[0]} first, have no elements: they are what "
+        "ZeRO-3 leaves in the place of weights that lie cut over the ranks"
+    )
+    fix = "read the folder of DeepSpeed's whole checkpoint, or gather the weights before they are saved"
+    return [Finding("unsupported-format", where, cause, fix)]
 
 
 def natural(name: str) -> tuple[tuple[int, int | str], ...]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from dynadapt.adapters._hyper import NOT_HYPER
 from dynadapt.adapters.checkpoints._deepspeed_files import number
-from dynadapt.adapters.checkpoints._names import tensor_spec
+from dynadapt.adapters.checkpoints._names import placeholders, tensor_spec
 from dynadapt.adapters.checkpoints._optimizer_kinds import FACTORED, SCALARS, family_of, slots_of
 from dynadapt.adapters.checkpoints._optimizer_names import dealt
 from dynadapt.adapters.checkpoints._pickle import Ordered, StoredTensor
@@ -62,6 +62,7 @@ class StateDicts:
     """
 
     def __init__(self, root: str, said: FileSource) -> None:
+        self.root = root
         self.files = Files(root)
         self.said = said
         self.specs: dict[Key, KeySpec] = {}
@@ -73,8 +74,8 @@ class StateDicts:
 
     def described(self, written: str) -> Described:
         """All of it; `written` asks for the same form. Raises `Refused` with every finding."""
-        if self.files.findings:
-            raise Refused(self.files.findings)
+        if findings := [*self.files.findings, *placeholders(self.specs.values(), self.root)]:
+            raise Refused(findings)
         rows = {file_endpoint(name): tuple(own) for name, own in self.files.rows.items()}
         specs, aux = tuple(self.specs.values()), tuple(self.aux)
         own = Described(specs, (), self.files.buffers, self.scalars, aux, files=rows)

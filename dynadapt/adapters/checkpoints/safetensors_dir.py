@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from dynadapt.adapters.checkpoints._format import Format
 from dynadapt.adapters.checkpoints._hf_index import broken_promises, weight_map
 from dynadapt.adapters.checkpoints._making import Making
-from dynadapt.adapters.checkpoints._names import as_asked, natural, tensor_spec
+from dynadapt.adapters.checkpoints._names import as_asked, natural, placeholders, tensor_spec
 from dynadapt.adapters.checkpoints._safetensors import NAMES, header_of, read_header, whole_row
 from dynadapt.errors import Finding, Refused
 from dynadapt.files import FileBuffer
@@ -86,6 +86,7 @@ class SafetensorsDir(Format):
         order = {tensor: i for i, tensor in enumerate(sorted({e[0] for e in every}, key=natural))}
         placed = [replace(spec, order=order[name]) for name, spec in specs.items()]
         findings += _missing(root, names, {e[0]: e[1] for e in every})
+        findings += placeholders(placed, str(path))
         if findings:
             raise Refused(findings)
         return Described(
