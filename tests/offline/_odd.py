@@ -121,9 +121,7 @@ def _save_ones(folder: str) -> None:
     dcp.save({"model": norm.state_dict()}, checkpoint_id=f"{folder}/ones")
 
 
-def load_all(
-    rank: int, world: int, cases: list[tuple[str, str]]
-) -> list[dict[str, Any]]:
+def load_all(rank: int, world: int, cases: list[tuple[str, str]]) -> list[dict[str, Any]]:
     """Load checkpoints by DeepSpeed's own loader into other engines; saved again at once, and a step."""
     answers = []
     for name, where in cases:
@@ -131,9 +129,7 @@ def load_all(
         path, client = engine.load_checkpoint(where)
         told: dict[str, Any] = {"path": path, "epoch": (client or {}).get("epoch")}
         told["held"] = held(name, engine)
-        told["hyper"] = [
-            (g["weight_decay"], g.get("betas")) for g in engine.optimizer.param_groups
-        ]
+        told["hyper"] = [(g["weight_decay"], g.get("betas")) for g in engine.optimizer.param_groups]
         scheduler = engine.lr_scheduler
         told["scheduler"] = None if scheduler is None else scheduler.state_dict()
         told["lr"] = [g["lr"] for g in engine.optimizer.param_groups]

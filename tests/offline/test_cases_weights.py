@@ -1,4 +1,4 @@
-"""TIED, FROZEN, BUFFER, NAMES, PEFT and STORAGE on disk: every tensor, once, under its own name, to the bit."""
+"""TIED, FROZEN, BUFFER, NAMES, PEFT and STORAGE on disk: every tensor, once, under its name, to the bit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 
 import dynadapt
 from dynadapt.errors import Refused
-from dynadapt.protocols import TrainState
 from tests.live import jobs
 from tests.live.cases.test_peft import lora
 from tests.offline import _odd
@@ -79,9 +78,7 @@ def test_tied_tensors_by_the_name_that_another_version_keeps(file: Path, tmp_pat
             tree["model"] = dict(reversed(tree["model"].items()))
         else:
             for group in tree["optimizer"]["param_groups"]:
-                group["param_names"] = [
-                    n.replace("embed", "head") for n in group["param_names"]
-                ]
+                group["param_names"] = [n.replace("embed", "head") for n in group["param_names"]]
         assert dynadapt.open(saved(tree, tmp_path / f"{case}.pt")).fingerprint() == whole, case
 
 
@@ -115,8 +112,15 @@ def test_frozen_parameters_and_only_what_trains(made: Made, tmp_path: Path, name
     assert {*weights} <= {*trained, "head.weight"}
     compared = dynadapt.diff(made[name], part, include=trained, weights_only=True)
     assert compared.same
-    left = {d.key for d in dynadapt.diff(made[name], part, weights_only=True).tensors if d.verdict == "only-in-a"}
-    assert left == {"frozen.weight/param", *(f"{b}/buffer" for b in ("scale", "third", "seen", "mask"))}
+    left = {
+        d.key
+        for d in dynadapt.diff(made[name], part, weights_only=True).tensors
+        if d.verdict == "only-in-a"
+    }
+    assert left == {
+        "frozen.weight/param",
+        *(f"{b}/buffer" for b in ("scale", "third", "seen", "mask")),
+    }
 
 
 def test_frozen_after_it_was_trained_keeps_its_state(tmp_path: Path) -> None:
@@ -136,7 +140,9 @@ def test_frozen_after_it_was_trained_keeps_its_state(tmp_path: Path) -> None:
         assert all(torch.equal(back["state"][id_][slot], entry[slot]) for slot in entry)
 
 
-@pytest.mark.parametrize("to", ["zero2:dp=3", "zero3:dp=2", "universal", "dcp", "torch", "safetensors"])
+@pytest.mark.parametrize(
+    "to", ["zero2:dp=3", "zero3:dp=2", "universal", "dcp", "torch", "safetensors"]
+)
 def test_buffers_keep_their_dtypes_and_bits(made: Made, tmp_path: Path, to: str) -> None:
     """BUFFER B14: fp32 thirds, a count beyond 2^32, and truth values, whatever the weights become."""
     options = {"dtype": "bfloat16", "keep_dtype": ["third", "scale"]} if to == "safetensors" else {}
@@ -157,7 +163,7 @@ def test_buffers_that_lost_bits_are_told_from_other_dtypes(file: Path, tmp_path:
     back = {n: t.float() if t.is_floating_point() else t for n, t in lower.items()}
     and_back = saved({"model": back}, tmp_path / "back.pt")
     told = [
-        {d.key: d for d in dynadapt.diff(file, other, weights_only=True).tensors}["third/buffer"]
+        {d.key: d for d in dynadapt.diff(file, other, weights_only=True).tensors}["third/param"]
         for other in (there, and_back)
     ]
     assert [(d.verdict, d.dtypes) for d in told] == [
@@ -173,7 +179,9 @@ def test_buffers_and_norms_of_equal_bytes_are_cut_not_copied(made: Made) -> None
     found = dynadapt.open(made["ones"])
     assert found.tensors["weight"].tolist() == [1.0] * 8
     spec = found.tensors.spec("weight")
-    rows = [row.box.shape for e in found.layout.endpoints for row in found.layout.rows_of(spec.key, e)]
+    rows = [
+        row.box.shape for e in found.layout.endpoints for row in found.layout.rows_of(spec.key, e)
+    ]
     assert rows == [(2,)] * 4
 
 
@@ -186,7 +194,9 @@ WRAPPED = {
     "recomputed, compiled": lambda n: n.replace("up.", "up._checkpoint_wrapped_module._orig_mod."),
     "compiled, recomputed": lambda n: n.replace("up.", "up._orig_mod._checkpoint_wrapped_module."),
     "fsdp1": lambda n: f"_fsdp_wrapped_module.{n.replace('up.', 'up._fsdp_wrapped_module.')}",
-    "all of them": lambda n: f"module._orig_mod.{n.replace('up.', 'up._checkpoint_wrapped_module.')}",
+    "all of them": lambda n: (
+        f"module._orig_mod.{n.replace('up.', 'up._checkpoint_wrapped_module.')}"
+    ),
 }
 
 
@@ -258,7 +268,7 @@ def test_peft_placeholders_are_no_weights(made: Made, tmp_path: Path) -> None:
 def test_storage_strides_views_and_sizes(tmp_path: Path) -> None:
     """STORAGE B188, B190: columns become contiguous, and a view costs what it shows, in every format."""
     big = torch.arange(1 << 18, dtype=torch.float32)
-    tree = {"rows": big[:12].reshape(3, 4).t(), "view": big[100:110], "step": big[7:8]}
+    tree = {"rows": big[:12].reshape(3, 4).t(), "view": big[100:110], "step": big[70:71]}
     path = saved({"model": tree}, tmp_path / "a.pt")
     for number, to in enumerate(("safetensors", "torch", "dcp")):
         there = tmp_path / str(number)
@@ -287,7 +297,9 @@ def test_storage_counts_beyond_32_bits(tmp_path: Path) -> None:
     import struct
 
     count = (1 << 32) + 8
-    header = json.dumps({"w": {"dtype": "U8", "shape": [count], "data_offsets": [0, count]}}).encode()
+    header = json.dumps(
+        {"w": {"dtype": "U8", "shape": [count], "data_offsets": [0, count]}}
+    ).encode()
     at = tmp_path / "model.safetensors"
     with at.open("wb") as out:
         out.write(struct.pack("<Q", len(header)) + header)
@@ -297,17 +309,11 @@ def test_storage_counts_beyond_32_bits(tmp_path: Path) -> None:
     (spec,) = found.keys
     assert (spec.numel, found.tensors["w"][-2:].tolist()) == (count, [0, 7])
     planned = dynadapt.offline.plan(at, "safetensors")
-    assert planned.bytes_read == planned.bytes_moved == count
+    assert planned.bytes_read == planned.bytes_written == count
 
 
-def test_storage_shared_by_name_only(file: Path) -> None:
+def test_tied_is_not_what_is_equal(tmp_path: Path) -> None:
     """TIED B03: tensors that are equal and not one stay two."""
-    tree = loads(file)
     same = {"a": torch.ones(3), "b": torch.ones(3)}
-    assert isinstance(tree["model"], dict)
-    torch.save({"model": same}, file.with_name("two.pt"))
-    keys = dynadapt.open(file.with_name("two.pt")).keys
+    keys = dynadapt.open(saved({"model": same}, tmp_path / "two.pt")).keys
     assert [(spec.key.name, spec.aliases) for spec in keys] == [("a", ()), ("b", ())]
-    assert dynadapt.open(file).fingerprint() == dynadapt.fingerprint(
-        TrainState((job := _odd.plain()).model, job.optimizer)
-    )

@@ -109,7 +109,9 @@ class Folder:
             findings.append(Finding("unsupported-parallel", str(root), cause, way))
         if twice := [n for n in names if _OPTIM.match(n) and n not in optim.values()]:
             cause = f"has more than one file of a rank's optimizer states, {twice[0]} among them"
-            findings.append(Finding("bad-file", str(root), cause, "take away what is not this job's"))
+            findings.append(
+                Finding("bad-file", str(root), cause, "take away what is not this job's")
+            )
         for part in sorted(every):
             of = f" of mp_rank {part}" if len(every) > 1 else ""
             for what, found in (("optimizer", optim), ("model", wide)):

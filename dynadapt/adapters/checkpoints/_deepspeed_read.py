@@ -181,7 +181,7 @@ class Reading(ABC):
 
     def _untied(self) -> Iterator[Finding]:
         """Names that are recorded to be another tensor's, of which there is none."""
-        for name, aliases in self.aliases.items():
+        for name, aliases in self.aliases.items() if self.folder.stage is None else ():
             if not any(Key(name, slot) in self.specs for slot in ("param", "buffer")):
                 cause = f"is not there, and {', '.join(aliases)} is recorded to be the same tensor"
                 yield Finding("missing-key", name, cause, "copy the whole checkpoint")
@@ -203,6 +203,11 @@ class Flats(Reading):
     def __init__(self, folder: Folder) -> None:
         super().__init__(folder)
         self.ranks = len(folder.optim_names)
+        told = folder.common.get("dp_world_size")
+        if type(told) is int and self.ranks < told <= 1 << 16:
+            cause = f"the optimizer states of ranks {list(range(self.ranks, told))} are missing"
+            fix = "copy the whole checkpoint"
+            raise Refused([Finding("missing-file", str(folder.root), cause, fix)])
         self.states = [optimizer_states(file) for file in folder.optim]
         self.stage = 3 if any("fp32_flat_groups" in s for s in self.states) else 2
 
