@@ -5,7 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from safetensors.numpy import save_file
 
 import dynadapt
 from dynadapt.elastic.verification import verified
@@ -102,3 +105,41 @@ def test_verify_takes_the_check_sums_that_torch_wrote(
     findings, _ = verified(dynadapt.open(folder))
     assert [finding.reason for finding in findings] == ["certificate"]
     assert _optim(folder, 1).name in findings[0].where
+
+
+def test_no_name_leads_out_of_a_universal_checkpoint(tmp_path: Path) -> None:
+    """A parameter's name is a folder there, and it is the source's."""
+    inner = tmp_path / "a" / "b" / "c"
+    inner.mkdir(parents=True)
+    for name in ("../../../../../x", "w/../../../../../x", str(tmp_path / "x")):
+        save_file({name: np.ones(3, "f4"), "ok": np.ones(2, "f4")}, inner / "x.safetensors")
+        with pytest.raises(Refused) as refused:
+            dynadapt.convert(
+                inner / "x.safetensors", inner / "new", "universal", order=(name, "ok")
+            )
+        assert refused.value.reason == "path-traversal"
+        assert {p.name for p in tmp_path.rglob("*")} == {"a", "b", "c", "x.safetensors"}
+
+
+def test_no_name_leads_a_reader_out_of_a_universal_checkpoint(
+    saved: dict[int, Path], tmp_path: Path
+) -> None:
+    dynadapt.convert(saved[2], tmp_path / "new", "universal")
+    model = tmp_path / "new" / "dynadapt" / "mp_rank_00_model_states.pt"
+    tree = torch.load(model, weights_only=False)
+    for own in tree["param_shapes"]:
+        if "up.weight" in own:
+            own["../../up.weight"] = own.pop("up.weight")
+    torch.save(tree, model)
+    with pytest.raises(Refused, match=r"would lie outside") as refused:
+        dynadapt.open(tmp_path / "new")
+    assert refused.value.reason == "path-traversal"
+
+
+def test_a_state_that_one_parameter_has_lost_is_missed(
+    saved: dict[int, Path], tmp_path: Path
+) -> None:
+    dynadapt.convert(saved[2], tmp_path / "new", "universal")
+    (tmp_path / "new" / "dynadapt" / "zero" / "up.weight" / "exp_avg.pt").unlink()
+    with pytest.raises(Refused, match=r"zero/up.weight/exp_avg.pt: is missing"):
+        dynadapt.open(tmp_path / "new")

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+from dynadapt.adapters.checkpoints._names import leaves
 from dynadapt.adapters.checkpoints._torch_write import Frame, lay_out
-from dynadapt.errors import Refused
+from dynadapt.errors import Finding, Refused
 from dynadapt.files import FileBuffer, mapped, unwritable
 from dynadapt.vps.keys import itemsize
 
@@ -44,6 +45,7 @@ class Making:
 
         It has its own name in it, as torch writes it: a file that was renamed since can be told.
         """
+        self._inside(path)
         sizes = {name: n * itemsize(kind) for name, (kind, n) in storages.items()}
         frame = lay_out(sizes, PurePath(path).stem)
         self.frames[path], self.sizes[path] = frame, frame.size
@@ -53,9 +55,17 @@ class Making:
 
     def raw_file(self, path: str, size: int, parts: Mapping[str, tuple[str, int, int]]) -> None:
         """Lay out a file of `size` bytes; `parts` are (dtype, byte offset, elements) by name."""
+        self._inside(path)
         self.sizes[path] = size
         for name, (dtype, at, numel) in parts.items():
             self.buffers[f"{path}#{name}"] = FileBuffer(str(self.root / path), dtype, at, numel)
+
+    def _inside(self, path: str) -> None:
+        """Raises `Refused` (`path-traversal`): names of tensors and of carried files are the source's."""
+        if leaves(path):
+            cause = "a name of the source would put a file outside the checkpoint"
+            fix = "leave it out by --exclude, and do not trust that source"
+            raise Refused([Finding("path-traversal", path, cause, fix)])
 
     def allocate(self) -> None:
         """Make all files in full size, unless dry; raises `Refused` (`disk-full`, `unwritable-file`)."""
@@ -88,6 +98,7 @@ class Making:
         """A file under another path, too: one file where the file system can do that, else a copy."""
         if self.dry:
             return
+        self._inside(other)
         old, new = self.root / path, self.root / other
         try:
             new.parent.mkdir(parents=True, exist_ok=True)
@@ -105,6 +116,7 @@ class Making:
 
     def write_parts(self, path: str, parts: Iterable[tuple[int, bytes]]) -> None:
         """The same of many parts, each with its offset."""
+        self._inside(path)
         if self.dry:
             return
         full = self.root / path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.errors import Finding
@@ -13,7 +14,7 @@ from dynadapt.vps.keys import Key, KeySpec
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-__all__ = ["as_asked", "looks_like_buffer", "natural", "placeholders", "tensor_spec"]
+__all__ = ["as_asked", "leaves", "looks_like_buffer", "natural", "placeholders", "tensor_spec"]
 
 _BUFFERS = re.compile(
     r"(?:^|\.)(?:running_mean|running_var|num_batches_tracked|inv_freq|original_inv_freq"
@@ -81,6 +82,15 @@ def natural(name: str) -> tuple[tuple[int, int | str], ...]:
     """
     parts = re.split(r"(\d+)", name)
     return tuple((0, int(p)) if p.isdecimal() else (1, p) for p in parts)
+
+
+def leaves(path: str) -> bool:
+    """Whether a path, or a name that becomes part of one, leads out of the folder that it is taken in.
+
+    >>> leaves("h.0/w"), leaves("../w"), leaves("/w")
+    (False, True, True)
+    """
+    return ".." in PurePosixPath(path).parts or path.startswith("/") or "\0" in path
 
 
 def as_asked(spec: KeySpec, options: Mapping[str, Any]) -> KeySpec:

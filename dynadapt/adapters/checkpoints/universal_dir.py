@@ -28,6 +28,7 @@ from dynadapt.adapters.checkpoints._deepspeed_files import (
 from dynadapt.adapters.checkpoints._deepspeed_write import TAG
 from dynadapt.adapters.checkpoints._format import Format, named_folder
 from dynadapt.adapters.checkpoints._making import Making
+from dynadapt.adapters.checkpoints._names import leaves
 from dynadapt.adapters.checkpoints._optimizer_kinds import family_of_slots
 from dynadapt.adapters.checkpoints._pickle import StoredTensor
 from dynadapt.adapters.checkpoints._repickle import tensor
@@ -195,6 +196,10 @@ def _read(root: Path) -> Described:
     number_of = {name: i for i, own in enumerate(groups) for name in own}
     frozen = geometry.shapes_of(common.get("frozen_param_shapes"))
     for name, shape in shapes.items():
+        if leaves(name):
+            cause = "would lie outside the checkpoint"
+            files.findings.append(Finding("path-traversal", name, cause, "do not trust it"))
+            continue
         folder = root / "zero" / name
         found = sorted(p.name for p in folder.glob("*.pt")) if folder.is_dir() else []
         if "fp32.pt" not in found:
@@ -224,6 +229,7 @@ def _read(root: Path) -> Described:
             kind = "parameter" if slot == "fp32" else "state"
             specs[key] = KeySpec(key, shape, value.dtype, kind=kind, **more)  # type: ignore[arg-type]
             files.whole(key, file, flat)
+    files.findings += _lost_states(specs)
     for name, value in module.items():
         if not isinstance(value, StoredTensor):
             continue
@@ -258,6 +264,23 @@ def _read(root: Path) -> Described:
     rows = {file_endpoint(path): tuple(own) for path, own in files.rows.items()}
     told = tuple(specs.values())
     return Described(told, (), files.buffers, scalars, tuple(aux), files=rows, written="universal")
+
+
+def _lost_states(specs: Mapping[Key, KeySpec]) -> list[Finding]:
+    """States that a parameter has lost: it has some of those that others of its group have, and not all.
+
+    Which states there are depends on the group, and with some optimizers (Muon) on the parameter.
+    """
+    held: dict[tuple[int, str], set[str]] = {}
+    for key, spec in specs.items():
+        if spec.kind == "state":
+            held.setdefault((spec.group, key.name), set()).add(key.slot)
+    fuller = {(group, frozenset(slots)) for (group, _), slots in held.items()}
+    return [
+        Finding("missing-file", f"zero/{name}/{slot}.pt", "is missing", "copy the whole checkpoint")
+        for (group, name), slots in sorted(held.items())
+        for slot in sorted(set().union(*(f for g, f in fuller if g == group and slots < f)) - slots)
+    ]
 
 
 def _optimizer(root: Path, groups: Sequence[geometry.Shapes]) -> list[AuxItem]:
