@@ -67,7 +67,7 @@ def _last_gone(folder: Path, other: Path) -> None:
         (_left_over, "mixed-files", "are of 2 ranks, and there are files of 3"),
         (_optimizer_of_another_step, "mixed-files", "its steps are 1, those of"),
         (_model_of_another_step, "mixed-files", "global_steps 2"),
-        (_last_gone, "missing-file", "those of ranks 1 are missing"),
+        (_last_gone, "missing-file", r"states of ranks \[1\] are missing"),
     ],
 )
 def test_what_is_not_of_one_save_is_refused(

@@ -31,9 +31,9 @@ _COPY = "copy the whole checkpoint again"
 
 
 def mixed(folder: Folder) -> list[Finding]:
-    """Everything that shows that files are missing, left over, renamed, or of different saves."""
+    """Everything that shows that files are left over, renamed, or of different saves."""
     findings = [f for file in (*folder.optim, *folder.model) for f in _renamed(file)]
-    return [*findings, *_too_many_or_few(folder), *_at_other_steps(folder)]
+    return [*findings, *_too_many(folder), *_at_other_steps(folder)]
 
 
 def _renamed(file: TorchFile) -> Iterator[Finding]:
@@ -43,16 +43,12 @@ def _renamed(file: TorchFile) -> Iterator[Finding]:
         yield Finding("mixed-files", file.path, cause, f"give it its name back, or {_COPY}")
 
 
-def _too_many_or_few(folder: Folder) -> Iterator[Finding]:
+def _too_many(folder: Folder) -> Iterator[Finding]:
     have = len(folder.optim)
     told = optimizer_states(folder.optim[0]).get("partition_count") if have else None
     counts = [n for n in (told if isinstance(told, list) else [told]) if type(n) is int]
     most = max(counts, default=have)
-    if have < most <= 1 << 20:
-        lost = ", ".join(map(str, range(have, min(most, have + 20))))
-        cause = f"the optimizer states are of {most} ranks, and those of ranks {lost} are missing"
-        yield Finding("missing-file", str(folder.root), cause, "copy the whole checkpoint")
-    elif have > most:
+    if have > most:
         cause = f"the optimizer states are of {most} ranks, and there are files of {have}"
         fix = f"remove what another save has left there, from rank {most} on"
         yield Finding("mixed-files", str(folder.root), cause, fix)
