@@ -109,6 +109,7 @@ _FORMATS = (
     Entry("accelerate", "dynadapt.adapters.checkpoints.accelerate_dir:AccelerateDir", ()),
     Entry("universal", "dynadapt.adapters.checkpoints.universal_dir:UniversalDir", ()),
     Entry("deepspeed", "dynadapt.adapters.checkpoints.deepspeed_dir:DeepSpeedDir", ()),
+    Entry("megatron", "dynadapt.adapters.checkpoints.megatron_dir:MegatronDir", ()),
     Entry("dcp", "dynadapt.adapters.checkpoints.dcp_dir:DcpDir", ()),
     Entry("safetensors", "dynadapt.adapters.checkpoints.safetensors_dir:SafetensorsDir", ()),
     Entry("torch", "dynadapt.adapters.checkpoints.torch_files:TorchFiles", ()),

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import TYPE_CHECKING
 
 from dynadapt.elastic.checkpoint import open_checkpoint
 from dynadapt.elastic.conversion import convert
 from dynadapt.elastic.targets import target_of
 from tests import _ranks
-from tests.offline import _made
+from tests.offline import _made, _megatron
 from tests.offline._older import aged
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = ["FORMATS", "make_seeds"]
+
+MEGATRON = {"megatron": "tp", "megatron-flats": "flats", "megatron-blocks": _megatron.BLOCKS}
+ACCELERATE = {"accelerate": "ddp", "accelerate-zero2": "zero2", "accelerate-fsdp2": "fsdp2"}
 
 #: Seed -> the format that reads it.
 FORMATS = {
@@ -27,6 +31,8 @@ FORMATS = {
     "safetensors": "safetensors",
     "torch": "torch",
     "dcp": "dcp",
+    **dict.fromkeys(MEGATRON, "megatron"),
+    **dict.fromkeys(ACCELERATE, "accelerate"),
 }
 
 
@@ -45,6 +51,11 @@ def make_seeds(place: Path) -> dict[str, Path]:
     small = target_of(found["safetensors"], "safetensors", {"max_shard_size": 1500})
     convert(source, small)
     _save_torch(found["torch"])
+    root, _ = _megatron.few()
+    for name, its in MEGATRON.items():
+        shutil.copytree(root / its, found[name])
+    for name, layout in ACCELERATE.items():
+        convert(source, target_of(found[name], f"accelerate/{layout}:dp=2"))
     return found
 
 

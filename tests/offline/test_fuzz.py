@@ -29,7 +29,7 @@ def _complaints(verdicts: list[Verdict]) -> list[str]:
 
 
 def test_every_format_is_damaged() -> None:
-    missing = set(format_names()) - set(FORMATS.values()) - {"accelerate"}
+    missing = set(format_names()) - set(FORMATS.values())
     assert not missing, "a format that is read has a seed in tests/offline/_seeds.py"
 
 

@@ -27,6 +27,9 @@ __all__ = ["METADATA", "Chunk", "Entry", "Names", "boxes", "metadata_files", "re
 METADATA = ".metadata"
 _OF_RANK = re.compile(r"^__(\d+)\.metadata$")
 
+_FLATTENED = "nd_reformulated_orig_global_shape"
+"""What Megatron-Core before 0.16 calls the shape of a tensor of flattened blocks."""
+
 Names = tuple[str | int, ...]
 """The keys that lead to an entry in the nested dict that was saved."""
 
@@ -43,7 +46,10 @@ class Chunk:
 
 @dataclass
 class Entry:
-    """A tensor, or an object (`dtype` is empty), under its name in the checkpoint."""
+    """A tensor, or an object (`dtype` is empty), under its name in the checkpoint.
+
+    `flattened` is the shape of a tensor that Megatron-Core keeps as a grid of flattened blocks.
+    """
 
     name: str
     names: Names
@@ -51,6 +57,7 @@ class Entry:
     dtype: str = ""
     boxes: list[Box] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
+    flattened: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -111,10 +118,11 @@ def boxes(shape: tuple[int, ...], ranks: int) -> Iterator[tuple[int, Box]]:
 
 def _take(tree: Any, entries: dict[str, Entry]) -> None:
     """Add what one file of metadata says."""
-    described = _dict(_field(tree, "Metadata", "state_dict_metadata"))
+    described = _dict(_field(tree, ("Metadata", "MCoreMetadata"), "state_dict_metadata"))
     stored = _storage(_dict(tree.get("storage_data")))
     paths = tree.get("planner_data")
     paths = paths if isinstance(paths, dict) else {}
+    shapes = tree.get("mcore_data") or {}
     # A rank's own list is in the order of the dict that was saved, the united one of entries is not.
     place = {name: i for i, name in enumerate(paths)}
     for name in sorted(described, key=lambda n: place.get(n, len(place))):
@@ -133,6 +141,8 @@ def _take(tree: Any, entries: dict[str, Entry]) -> None:
         if entry.dtype and (entry.shape, entry.dtype) != (shape, dtype):
             raise ValueError(f"{name} has two shapes or dtypes")
         entry.shape, entry.dtype = shape, dtype
+        if name in _dict(shapes):
+            entry.flattened = _numbers(_dict(shapes[name]).get(_FLATTENED) or ())
         for chunk in _list(value.get("chunks")):
             low = _numbers(_field(chunk, "ChunkStorageMetadata", "offsets"))
             sizes = _numbers(chunk.get("sizes"))
@@ -205,9 +215,10 @@ def _incomplete(root: Path, entry: Entry, sizes: dict[str, int]) -> list[Finding
     return found[:1]
 
 
-def _field(value: Any, kind: str, name: str) -> Any:
-    if not isinstance(value, Opaque) or not value.is_a(kind):
-        raise ValueError(f"a {kind} is {str(value)[:60]!r}")
+def _field(value: Any, kind: str | tuple[str, ...], name: str) -> Any:
+    kinds = (kind,) if isinstance(kind, str) else kind
+    if not isinstance(value, Opaque) or not value.is_a(*kinds):
+        raise ValueError(f"a {kinds[0]} is {str(value)[:60]!r}")
     return value.get(name)
 
 
