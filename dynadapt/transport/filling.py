@@ -208,9 +208,22 @@ class Writer:
             and not _exact(array, found, kind, dtype)
         ):
             cause = f"{kind} would lose bits as {dtype}"
-            fix = "keep the dtype, or allow it (--narrow allow)"
+            fix = "keep the dtype, or ask for one by --dtype (`dtype=` in Python)"
+            raise Refused([Finding("narrowing", f"{pair.target.key} {box}", cause, fix)])
+        if narrows and not rounds and (lost := _overflown(array, found, kind, dtype)):
+            cause = f"{lost:,} values of {kind} would be infinite as {dtype}"
+            fix = "--dtype bfloat16 or float32, or --keep-dtype with this name"
             raise Refused([Finding("narrowing", f"{pair.target.key} {box}", cause, fix)])
         return found
+
+
+def _overflown(array: NDArray[Any], found: NDArray[Any], kind: str, dtype: str) -> int:
+    """How many finite values are infinite now: that is no rounding."""
+    now = (found & 0x7FFF) == 0x7F80 if dtype == "bfloat16" else np.isinf(found)
+    if not now.any():
+        return 0
+    was = (array & 0x7FFF) == 0x7F80 if kind == "bfloat16" else np.isinf(array)
+    return int((now & ~was).sum())
 
 
 def _exact(array: NDArray[Any], found: NDArray[Any], kind: str, dtype: str) -> bool:

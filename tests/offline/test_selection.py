@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save_file
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
 
 import dynadapt
 from dynadapt.errors import DynadaptError, Refused
@@ -104,6 +105,44 @@ def test_a_link_that_leads_nowhere_is_there(tmp_path: Path) -> None:
     assert refused.value.reason == "target-exists"
     dynadapt.convert(tmp_path / "x.safetensors", tmp_path / "y", "safetensors", force=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x.safetensors", "y"]
+
+
+@pytest.mark.parametrize(("dtype", "value"), [("fp16", 7e4), ("bf16", 3.4e38)])
+def test_a_dtype_makes_no_number_infinite(tmp_path: Path, dtype: str, value: float) -> None:
+    save_file(
+        {"big": np.array([1, value, np.inf], "f4"), "w": np.ones(2, "f4")},
+        tmp_path / "x.safetensors",
+    )
+    with pytest.raises(Refused, match="1 values of float32 would be infinite") as refused:
+        dynadapt.convert(tmp_path / "x.safetensors", tmp_path / "y", "safetensors", dtype=dtype)
+    assert refused.value.reason == "narrowing"
+    assert not (tmp_path / "y").exists()
+    dynadapt.convert(
+        tmp_path / "x.safetensors", tmp_path / "y", "safetensors", dtype=dtype, keep_dtype=("big",)
+    )
+    assert {k.dtype for k in dynadapt.open(tmp_path / "y").keys} >= {"float32"}
+
+
+@pytest.mark.parametrize(
+    ("header", "told"),
+    [
+        ('{"w":{W[0,8]},"w":{W[8,16]}}', "twice"),
+        ('{"w":{W[0,8]},"v":{W[4,12]}}', "two's"),
+        ('{"w":{W[4,12]}}', "no tensor's"),
+        ('{"w":{W[0,8]}}', "end at byte 8 of 16"),
+    ],
+)
+def test_safetensors_are_as_strict_as_their_own_loader(
+    tmp_path: Path, header: str, told: str
+) -> None:
+    """Overlaps, holes, names that stand twice: `safetensors` loads none of these either."""
+    own = header.replace("W", '"dtype":"F32","shape":[2],"data_offsets":').encode()
+    data = len(own).to_bytes(8, "little") + own + np.arange(4, dtype="<f4").tobytes()
+    (tmp_path / "x.safetensors").write_bytes(data)
+    with pytest.raises(SafetensorError):
+        load_file(tmp_path / "x.safetensors")
+    with pytest.raises(Refused, match=told):
+        dynadapt.open(tmp_path / "x.safetensors")
 
 
 class _Schedules:

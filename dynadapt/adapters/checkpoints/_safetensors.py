@@ -75,7 +75,7 @@ def read_header(path: str) -> Header:
         (length,) = struct.unpack_from("<Q", data)
         if length > min(len(data) - 8, MAX_HEADER):
             raise ValueError(f"a header of {length:,} bytes in a file of {len(data):,}")
-        header = json.loads(bytes(data[8 : 8 + length]))
+        header = json.loads(bytes(data[8 : 8 + length]), object_pairs_hook=_once)
         if not isinstance(header, dict):
             raise TypeError("the header is no object")
         metadata = dict(header.pop("__metadata__", None) or {})
@@ -83,6 +83,7 @@ def read_header(path: str) -> Header:
         offsets = {str(name): tuple(at["saved_offsets"]) for name, at in cut.items()}
         buffers = None if told is None else frozenset(map(str, json.loads(told)))
         found: dict[str, tuple[str, tuple[int, ...], int]] = {}
+        spans: list[tuple[int, int]] = []
         for name, entry in header.items():
             dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
             begin, end = entry["data_offsets"]
@@ -94,6 +95,8 @@ def read_header(path: str) -> Header:
             if len(own) != len(shape) or any(type(n) is not int or n < 0 for n in own):
                 raise ValueError(f"{name} has a bad place in its tensor")
             found[name] = (dtype, shape, 8 + length + begin)
+            spans.append((begin, end))
+        _tiled(spans, len(data) - 8 - length)
     except (
         *(ValueError, KeyError, TypeError, AttributeError),
         *(struct.error, RecursionError),
@@ -105,6 +108,26 @@ def read_header(path: str) -> Header:
         if name in found and alias not in found:
             aliases.setdefault(name, []).append(alias)
     return Header(found, buffers, aliases, offsets)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name stands in it twice")
+    return found
+
+
+def _tiled(spans: list[tuple[int, int]], size: int) -> None:
+    """Raises `ValueError` unless tensors lie one after another over all of the data, as the format wants."""
+    at = 0
+    for begin, end in sorted(spans):
+        if begin != at:
+            raise ValueError(
+                f"bytes {min(at, begin):,} to {max(at, begin):,} are no tensor's or two's"
+            )
+        at = end
+    if at != size:
+        raise ValueError(f"its tensors end at byte {at:,} of {size:,}")
 
 
 def whole_row(spec: KeySpec, buffer: str) -> Row:
