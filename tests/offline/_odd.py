@@ -133,8 +133,8 @@ def load_all(rank: int, world: int, cases: list[tuple[str, str]]) -> list[dict[s
         scheduler = engine.lr_scheduler
         told["scheduler"] = None if scheduler is None else scheduler.state_dict()
         told["lr"] = [g["lr"] for g in engine.optimizer.param_groups]
-        scaler = getattr(engine.optimizer, "loss_scaler", None)
-        told["scaler"] = {k: v for k, v in vars(scaler).items() if isinstance(v, int | float)}
+        scaler = getattr(getattr(engine.optimizer, "loss_scaler", None), "__dict__", {})
+        told["scaler"] = {k: v for k, v in scaler.items() if isinstance(v, int | float)}
         engine.save_checkpoint(f"{where}-again", tag="here")
         told["loss"] = jobs.step(engine, STEPS)
         answers.append(told)
@@ -164,5 +164,7 @@ def advance(state: dynadapt.TrainState, number: int) -> float:
 
 
 def tree(state: dynadapt.TrainState) -> dict[str, Any]:
-    """What is saved of it."""
-    return {"model": dict(state.model.state_dict()), "optimizer": state.optimizer.state_dict()}
+    """What is saved of it; the model's part says which entries are buffers, as `dynadapt` writes it."""
+    model = state.model.state_dict()
+    model._buffer_names = [n for n, _ in state.model.named_buffers() if n in model]
+    return {"model": model, "optimizer": state.optimizer.state_dict()}

@@ -136,12 +136,12 @@ class Folder:
     @cached_property
     def optim(self) -> tuple[TorchFile, ...]:
         """The optimizer states of each rank; empty at stage 0."""
-        return tuple(read_torch(str(self.root / name)) for name in self.optim_names)
+        return _every(self.root, self.optim_names)
 
     @cached_property
     def model(self) -> tuple[TorchFile, ...]:
         """The model states: one file, or at stage 3 one of each rank."""
-        return tuple(read_torch(str(self.root / name)) for name in self.model_names)
+        return _every(self.root, self.model_names)
 
     @cached_property
     def common(self) -> Mapping[str, Any]:
@@ -166,6 +166,20 @@ def _gone(have: Collection[int], of: Collection[int] = ()) -> list[int]:
     if most > len(have) + len(of) + _MOST:
         return [next(n for n in range(most) if n not in have)]
     return [n for n in range(most + 1) if n not in have]
+
+
+def _every(root: Path, names: Iterable[str]) -> tuple[TorchFile, ...]:
+    """All files of a kind; raises `Refused` with what is wrong with each."""
+    found: list[TorchFile] = []
+    findings: list[Finding] = []
+    for name in names:
+        try:
+            found.append(read_torch(str(root / name)))
+        except Refused as error:
+            findings += error.findings
+    if findings:
+        raise Refused(findings)
+    return tuple(found)
 
 
 def optimizer_states(file: TorchFile) -> dict[str, Any]:

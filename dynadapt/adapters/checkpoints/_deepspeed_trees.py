@@ -13,6 +13,7 @@ from dynadapt.adapters.checkpoints._names import natural
 from dynadapt.adapters.checkpoints._pickle import Global, Opaque, Size, StoredTensor
 from dynadapt.adapters.checkpoints._repickle import tensor
 from dynadapt.errors import Finding, Refused
+from dynadapt.protocols import Outcome
 from dynadapt.vps.flat import zero3_part
 from dynadapt.vps.keys import Key, KeySpec
 
@@ -27,6 +28,7 @@ __all__ = [
     "Model",
     "config_of",
     "hypers",
+    "joined",
     "loss_scaler",
     "model_tree",
     "scaler_fields",
@@ -127,6 +129,27 @@ def hypers(aux: Mapping[str, AuxItem], groups: Sequence[Shapes]) -> list[dict[st
     item = aux.get("param_groups")
     by_name = {n: g["hyper"] for g in (item.value if item else ()) for n in g["names"]}
     return [next((dict(by_name[n]) for n in own if n in by_name), {}) for own in groups]
+
+
+def joined(
+    units: Iterable[Iterable[str]], scalars: Mapping[str, Mapping[str, int | float]]
+) -> tuple[Outcome, ...]:
+    """Numbers that the parameters of a flat had each of its own, and have in common there.
+
+    `units` are the names in each flat.
+
+    >>> joined([["a", "b"]], {"a": {"step": 2}, "b": {"step": 7}})[0].note
+    'a flat has one: a was at 2, and is at 7 as b'
+    """
+    told = []
+    for own in map(tuple, units):
+        for label in sorted({label for name in own for label in scalars.get(name, {})}):
+            known = {n: scalars[n][label] for n in own if label in scalars.get(n, {})}
+            low, high = min(known, key=known.__getitem__), max(known, key=known.__getitem__)
+            if known[low] != known[high]:
+                note = f"a flat has one: {low} was at {known[low]:g}, and is at {known[high]:g} as {high}"
+                told.append(Outcome(f"scalars/{label}", "derived", note))
+    return tuple(told)
 
 
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler"

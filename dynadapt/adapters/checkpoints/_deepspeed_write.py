@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from dynadapt.adapters.checkpoints._deepspeed_geometry import Shapes
     from dynadapt.adapters.checkpoints._making import Making
-    from dynadapt.protocols import AuxItem, FileTarget
+    from dynadapt.protocols import AuxItem, FileTarget, Outcome
 
 __all__ = ["TAG", "Writing"]
 
@@ -136,8 +136,8 @@ class Writing:
         made: Making,
         scalars: Mapping[str, Mapping[str, int | float]],
         aux: Mapping[str, AuxItem],
-    ) -> None:
-        """Write everything that is not a tensor's bytes."""
+    ) -> tuple[Outcome, ...]:
+        """Write everything that is not a tensor's bytes; numbers that members of a flat now share."""
         zero: dict[str, Any] = {"stage": self.stage}
         if "sub_group_size" in self.layout.options:
             zero["sub_group_size"] = self.layout.number("sub_group_size")
@@ -159,6 +159,7 @@ class Writing:
         for rank in range(self.ranks if sharded else 1):
             made.seal_torch(self.model_name(rank), model, self.x.crcs, none)
         made.write("latest", self.tag.encode())
+        return trees.joined(self.listed, scalars)
 
     def _base(
         self, scalars: Mapping[str, Mapping[str, int | float]], aux: Mapping[str, AuxItem]

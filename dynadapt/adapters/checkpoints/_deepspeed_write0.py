@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from dynadapt.adapters.checkpoints._making import Making
-    from dynadapt.protocols import AuxItem, FileTarget
+    from dynadapt.protocols import AuxItem, FileTarget, Outcome
 
 __all__ = ["Writing0"]
 
@@ -88,8 +88,8 @@ class Writing0:
         made: Making,
         scalars: Mapping[str, Mapping[str, int | float]],
         aux: Mapping[str, AuxItem],
-    ) -> None:
-        """Write everything that is not a tensor's bytes."""
+    ) -> tuple[Outcome, ...]:
+        """Write everything that is not a tensor's bytes; numbers that members of a flat now share."""
         config = trees.config_of(aux, self.model, {"stage": 0})
         values: dict[str, bytes] = {}
         base = self._base(scalars, aux, values)
@@ -116,6 +116,7 @@ class Writing0:
         )
         made.seal_torch(self.path, {**model, "optimizer": tree}, self.x.crcs, values)
         made.write("latest", self.path.partition("/")[0].encode())
+        return trees.joined(self.model.groups if self.fused else (), scalars)
 
     def _base(
         self,

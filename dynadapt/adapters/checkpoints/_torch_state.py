@@ -18,7 +18,7 @@ from dynadapt.adapters.checkpoints._deepspeed_files import number
 from dynadapt.adapters.checkpoints._names import placeholders, tensor_spec
 from dynadapt.adapters.checkpoints._optimizer_kinds import FACTORED, SCALARS, family_of, slots_of
 from dynadapt.adapters.checkpoints._optimizer_names import dealt
-from dynadapt.adapters.checkpoints._pickle import Ordered, StoredTensor
+from dynadapt.adapters.checkpoints._pickle import Opaque, Ordered, StoredTensor
 from dynadapt.adapters.checkpoints._plain import lowered
 from dynadapt.adapters.checkpoints._rows import Files
 from dynadapt.adapters.checkpoints._safetensors import read_header, whole_row
@@ -116,6 +116,16 @@ class StateDicts:
             self.put(spec, file, value)
         for file, tree in parts:
             self._module_extras(file, tree)
+            self.files.findings += [
+                Finding(
+                    "unsupported-tensor",
+                    str(name),
+                    f"is a {value.made_by.module}.{value.made_by.name}: only that knows what it holds",
+                    "save an ordinary tensor in its place",
+                )
+                for name, value in tree.items()
+                if isinstance(value, Opaque) and not str(name).endswith(EXTRA_STATE)
+            ]
 
     def safetensors(self, name: str) -> None:
         """A module's tensors in a safetensors file.
@@ -387,7 +397,11 @@ class StateDicts:
                 )
 
     def _absent(self, names: Sequence[Sequence[str]], hypers: Sequence[Mapping[str, Any]]) -> None:
-        """The states that members were never given, since no gradient reached them."""
+        """The states that members were never given, since no gradient reached them.
+
+        One that has a part of what others have was given it, and lost the rest.
+        """
+        common = set().union(*self._slots.values())
         for own, hyper in zip(names, hypers, strict=True):
             for name in own:
                 base = self._of(name)
@@ -396,6 +410,9 @@ class StateDicts:
                     continue  # an optimizer of the same entries, but another one
                 for slot, shape in slots.items():
                     key = Key(name, slot)
+                    if self._slots.get(name) and slot in common - self._slots[name]:
+                        cause = f"is not there, and {', '.join(sorted(self._slots[name]))} is"
+                        self.files.findings.append(Finding("missing-key", str(key), cause))
                     spec = replace(base, key=key, shape=shape, kind="state", presence="none")
                     self.specs.setdefault(key, spec)
 

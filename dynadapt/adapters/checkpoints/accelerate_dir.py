@@ -185,8 +185,8 @@ class _DeepSpeed:
         small = files.write_small(self.made, aux, self.ranks, scaler=False)
         rest = {path: item for path, item in aux.items() if path not in small}
         held = {**rest, **({"scheduler": aux["scheduler"]} if "scheduler" in aux else {})}
-        self.writing.seal(self.made, scalars, held)
-        return (*small.values(), *outcomes_of(rest, "a DeepSpeed checkpoint"))
+        shared = self.writing.seal(self.made, scalars, held)
+        return (*small.values(), *outcomes_of(rest, "a DeepSpeed checkpoint"), *shared)
 
 
 @dataclass(init=False)

@@ -62,8 +62,8 @@ class DeepSpeedDir(Format):
         """Write the trees: steps, hyperparameters, counters, and what of the rest has a place."""
         agree()
         writing, made = x.made
-        writing.seal(made, scalars, aux)
-        outcomes = outcomes_of(aux, "a DeepSpeed checkpoint")
+        shared = writing.seal(made, scalars, aux)
+        outcomes = (*outcomes_of(aux, "a DeepSpeed checkpoint"), *shared)
         if "param_groups" not in aux:
             note = "the source has no hyperparameters: load this with load_optimizer_states=False"
             outcomes += (Outcome("param_groups", "dropped", note),)

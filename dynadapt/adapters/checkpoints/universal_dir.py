@@ -24,6 +24,7 @@ from dynadapt.adapters.checkpoints._deepspeed_files import (
     number,
     options_of,
     outcomes_of,
+    scaler_item,
 )
 from dynadapt.adapters.checkpoints._deepspeed_write import TAG
 from dynadapt.adapters.checkpoints._format import Format, named_folder
@@ -292,4 +293,6 @@ def _optimizer(root: Path, groups: Sequence[geometry.Shapes]) -> list[AuxItem]:
         raise Refused([Finding("bad-file", str(path), "is no file of optimizer states")])
     found = options_of(tree, "optimizer_state_dict").get("param_groups") or tree.get("param_groups")
     found = [own for own in found if isinstance(own, dict)] if isinstance(found, list) else []
-    return [hyper_item(groups, found)] if len(found) == len(groups) else []
+    scaler = scaler_item(tree.get("loss_scaler"))
+    items = [hyper_item(groups, found)] if len(found) == len(groups) else []
+    return [*items, *([scaler] if scaler else [])]
