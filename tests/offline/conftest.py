@@ -38,5 +38,5 @@ class Made:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     """What real jobs of four ranks saved."""
     folder = tmp_path_factory.mktemp("made")
-    told = _ranks.pool(4).run(_odd.save_all, str(folder), timeout=300)[0]
+    told = _ranks.pool(4).run(_odd.save_all, str(folder), timeout=400)[0]
     return Made(folder, told)

@@ -254,7 +254,7 @@ def test_resize_is_what_deepspeed_loads(made: Made, tmp_path: Path) -> None:
     for name, spec in cases:
         dynadapt.convert(made[name], tmp_path / name, spec)
     where = [(name, str(tmp_path / name)) for name, _ in cases]
-    for answers in _ranks.pool(2).run(_odd.load_all, where, timeout=200):
+    for answers in _ranks.pool(2).run(_odd.load_all, where, timeout=400):
         for (name, _), told in zip(cases, answers, strict=True):
             assert told["path"], name
             held = made.held(name)
