@@ -33,8 +33,8 @@ MASK = (1 << 64) - 1
 """Sums are kept to 64 bits."""
 
 _DIGIT = 12
-_BLOCK = 1 << 17
-"""Elements hashed at a time: what is made of them stays in the second-level cache."""
+_BLOCK = 1 << 18
+"""Words hashed at a time: what is made of them stays in the cache."""
 
 _LONG = 1 << 14
 """Coordinates of one dim whose weights are made at once, at most."""
@@ -42,8 +42,9 @@ _LONG = 1 << 14
 _SHARED = 1024
 """Weights that are made together: a tensor comes in pieces that follow one another."""
 
-_SHORT = 512
-"""Inner products shorter than this are made longer, by multiplying the weights of two dims."""
+_SHORT, _SHORTEST, _LINE = 512, 64, 1 << 15
+"""Inner products shorter than this are made longer, by multiplying the weights of two dims: if that makes
+no more than so many weights, or if they are shorter than the second number."""
 
 
 def _splitmix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -191,24 +192,26 @@ class _Line:
         return _dot(words.reshape(-1, self._weights.size), self._weights)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=8)
 def _line(seed: int, spans: tuple[_Span, ...], size: int) -> tuple[_Line, int]:
     """The innermost dims, their weights multiplied, and how many of the `spans` are not among them."""
     dims = [_weights(seed, span) for span in spans]
     last = word_weights(seed, size // 4) if size > 4 else np.ones(1, np.uint64)
     while dims and last.size < _SHORT:
+        if last.size >= _SHORTEST and last.size * dims[-1].size > _LINE:
+            break
         last = _outer(dims.pop(), last)
     return _Line(last, min(size, 4)), len(dims)
 
 
 def _sum(array: NDArray[Any], spans: tuple[_Span, ...], seed: int) -> int:
     """The hash of a box: cut along its first dims into blocks that fit the cache, and added."""
-    first, inner = _weights(seed, spans[0]), prod(array.shape[1:])
+    first, inner = _weights(seed, spans[0]), prod(array.shape[1:]) * max(array.itemsize // 4, 1)
     if inner > _BLOCK:
         slabs = zip(first, array, strict=True)
         return sum(int(w) * _sum(slab, spans[1:], seed) for w, slab in slabs) & MASK
     line, left = _line(seed, spans[1:], array.itemsize)
-    short = len(line) < _SHORT  # then all inner dims are in it
+    short = not left and len(line) < _SHORT
     outer = [_weights(seed, span) for span in spans[left:0:-1]]
     rows = max(_BLOCK // inner, 1)
     total = 0
