@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-__all__ = ["FileBuffer", "forget", "mapped", "raw_dtype", "unwritable"]
+__all__ = ["FileBuffer", "forget", "map_pages", "mapped", "raw_dtype", "unwritable"]
 
 MAPS = 256
 """Files kept mapped: a map costs an entry of the kernel's table, not memory."""
@@ -71,6 +72,22 @@ def mapped(path: str) -> memoryview:
     except (OSError, ValueError) as error:  # a name may have a zero byte
         cause = f"cannot be read: {getattr(error, 'strerror', None) or error}"
         raise Refused([Finding("unreadable-file", path, cause)]) from error
+
+
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_POPULATE_READ = 22
+
+
+def map_pages(array: NDArray[Any], start: int, nbytes: int) -> None:
+    """Map the pages under some bytes of an array over a file's map at once.
+
+    A fault for each few pages costs as much as reading them. Only a hint: kernels before 5.14 have no such
+    call.
+    """
+    at = array.__array_interface__["data"][0] + start
+    low = at & -mmap.PAGESIZE
+    _madvise(low, at + nbytes - low, _POPULATE_READ)
 
 
 def forget(folder: str | os.PathLike[str]) -> None:

@@ -17,13 +17,13 @@ from dynadapt.elastic import hints
 from dynadapt.elastic.checkpoint import layout_of
 from dynadapt.files import raw_dtype
 from dynadapt.transport.casts import CASTABLE, cast
-from dynadapt.transport.sources import Sources, boxes_of
+from dynadapt.transport.sources import Sources, boxes_of, inside
 from dynadapt.transport.stream import PIECE
 from dynadapt.vps.box import Box, linear_index
 from dynadapt.vps.keys import Key, itemsize
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
@@ -184,6 +184,15 @@ class _Side:
             return np.zeros(box.shape, raw_dtype(spec.dtype))
         return self.sources.read(spec.key, box)
 
+    def boxes(self, spec: KeySpec, most: int) -> Iterator[Box]:
+        """A tensor in boxes of at most `most` elements; each in one row, where no two rows share elements."""
+        whole = Box.whole(spec.shape)
+        boxes = [row.box for row in self.sources.rows(spec.key, whole)]
+        if sum(box.volume for box in boxes) != whole.volume:
+            boxes = [whole]
+        for box in boxes:
+            yield from boxes_of(box, most)
+
     def place(self, spec: KeySpec, coordinate: tuple[int, ...]) -> str:
         """The file that holds an element, and where in it."""
         if spec.presence != "present":
@@ -254,12 +263,16 @@ class _Run:
         tally = _Tally()
         if "present" in (a.presence, b.presence) and a.numel:
             most = max(PIECE // max(itemsize(a.dtype), itemsize(b.dtype)), 1)
-            for box in boxes_of(Box.whole(a.shape), most):
+            for box in self.one.boxes(a, most):
                 x, y = self.one.read(a, box), self.two.read(b, box)
                 self.count(x.nbytes + y.nbytes)
                 if a.dtype == b.dtype and _bits_equal(x, y):
                     continue
-                self._piece(tally, box, a, b, x, y)
+                for part in boxes_of(
+                    box, max(most // 8, 1)
+                ):  # numbers take much more room than bits
+                    at = inside(part, box)
+                    self._piece(tally, part, a, b, x[at], y[at])
         if not tally.count:
             return Difference(str(a.key), "identical", **known)  # type: ignore[arg-type]
         verdict: Verdict = "different" if tally.max_ulp > 1 or tally.strange else "rounding"
