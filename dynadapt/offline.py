@@ -15,7 +15,7 @@ from dynadapt.elastic.budget import Budget
 from dynadapt.elastic.checkpoint import Checkpoint, open_checkpoint
 from dynadapt.elastic.ranks import Ranks
 from dynadapt.elastic.selection import Selection
-from dynadapt.elastic.targets import file_options, target_of
+from dynadapt.elastic.targets import file_options, proved, target_of
 from dynadapt.errors import Finding, Refused
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ def _wanted(
     if to is None:
         fix = "say a format or a layout, or a checkpoint that it is to be like"
         raise Refused([Finding("bad-argument", "to", "nothing says what is wanted", fix)])
-    wanted = target_of(os.fspath(dst), to, options)
+    wanted = proved(target_of(os.fspath(dst), to, options))
     if wanted.format == "safetensors":
         selection = replace(selection, weights_only=True)
     return replace(wanted, order=known_order, groups=known_groups), selection

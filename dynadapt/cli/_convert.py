@@ -37,7 +37,8 @@ def convert(
     add_prefix: Annotated[str, typer.Option(help="Put before every name.")] = "",
     weights_only: Annotated[bool, typer.Option("--weights-only", help="No optimizer.")] = False,
     dtype: Annotated[
-        str | None, typer.Option(help="Of the weights written to safetensors, e.g. bfloat16.")
+        str | None,
+        typer.Option(help="Of the weights that are written, e.g. bf16; not of ZeRO's masters."),
     ] = None,
     keep_dtype: Annotated[
         list[str] | None, typer.Option(help="Globs of names that --dtype leaves alone.")

@@ -13,8 +13,9 @@ import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dynadapt.errors import Finding, Refused
+from dynadapt.errors import DynadaptError, Finding, Refused
 from dynadapt.files import forget, unwritable
+from dynadapt.registry import adapter_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -91,6 +92,10 @@ class Place:
         if os.path.lexists(self.path) and not self.force:  # a link that leads nowhere, too
             cause, fix = "is there already", "choose another place, or replace it with --force"
             raise Refused([Finding("target-exists", str(self.path), cause, fix)])
+        if self.force and _foreign(self.path):
+            cause = "is a folder with something else than a checkpoint in it, which --force would remove"
+            fix = "choose another place, or remove it yourself"
+            raise Refused([Finding("target-exists", str(self.path), cause, fix)])
 
     def _take(self) -> None:
         """Be the only one: a lock that ends with the process."""
@@ -166,6 +171,17 @@ def _same(name: Path, opened: int) -> bool:
         return os.path.samestat(name.stat(), os.fstat(opened))
     except FileNotFoundError:
         return False
+
+
+def _foreign(path: Path) -> bool:
+    """Whether a folder is neither empty nor a checkpoint, whole or not: a home, or a folder of several."""
+    if path.is_symlink() or not path.is_dir() or (path / MANIFEST).exists():
+        return False
+    try:
+        adapter_for(str(path))
+    except DynadaptError:
+        return any(path.iterdir())
+    return False
 
 
 def _remove(path: Path) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["file_options", "target_of"]
+__all__ = ["file_options", "proved", "target_of"]
 
 _DEFAULT = dict.fromkeys(("zero0", "zero1", "zero2", "zero3"), "deepspeed")
 """The format of a kind of layout, where none is named."""
@@ -49,6 +49,18 @@ def target_of(path: str | Path, spec: str, options: Mapping[str, Any] | None = N
     return FileTarget(str(path), named, layout, options=dict(options or {}))
 
 
+def proved(target: FileTarget) -> FileTarget:
+    """A target whose options it can have; raises `Refused` (`bad-argument`)."""
+    kind = target.layout.kind if target.layout is not None else target.format
+    masters = kind.startswith("zero") or kind in {"deepspeed", "universal"}
+    if masters and target.options.get("dtype") not in {None, "float32"}:
+        cause = f"the masters of {target.layout or target.format} are float32"
+        fix = "leave --dtype out; dtype= in SPEC is what the model computes in, as zero3:dp=4,dtype=bfloat16"
+        where = f"--dtype {target.options['dtype']}"
+        raise Refused([Finding("bad-argument", where, cause, fix)])
+    return target
+
+
 def file_options(
     dtype: str | None = None, keep_dtype: Sequence[str] = (), max_shard_size: int | None = None
 ) -> dict[str, Any]:
@@ -57,6 +69,9 @@ def file_options(
     >>> file_options("bfloat16", max_shard_size=1 << 30)
     {'max_shard_size': 1073741824, 'dtype': 'bfloat16', 'keep_dtype': ()}
     """
+    if keep_dtype and dtype is None:
+        cause = "leaves names alone that --dtype would change, and there is none"
+        raise Refused([Finding("bad-argument", "--keep-dtype", cause, "give --dtype, too")])
     options: dict[str, Any] = {}
     if max_shard_size is not None:
         options["max_shard_size"] = max_shard_size

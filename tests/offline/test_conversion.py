@@ -80,7 +80,7 @@ def test_a_part_under_other_names(tmp_path: Path) -> None:
 
 def test_an_existing_target_is_kept(tmp_path: Path) -> None:
     _source(tmp_path / "a")
-    (tmp_path / "b").mkdir()
+    _source(tmp_path / "b", rows=3)
     (tmp_path / "b" / "mine").write_text("precious")
     source = open_checkpoint(tmp_path / "a")
     with pytest.raises(Refused) as caught:

@@ -216,6 +216,7 @@ def test_an_existing_checkpoint(tmp_path: Path) -> None:
     there = tmp_path / "out"
     there.mkdir()
     (there / "mine").write_text("precious")
+    (there / "dynadapt.json").write_text("{}")  # one that is not whole
     run = _ranks.pool(2).run
     args = ("fsdp2", str(there), ["universal"])
     told = run(_live.saved_or_not, *args, (-1, "", ""), {}, timeout=200)

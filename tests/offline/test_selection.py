@@ -145,6 +145,37 @@ def test_safetensors_are_as_strict_as_their_own_loader(
         dynadapt.open(tmp_path / "x.safetensors")
 
 
+@pytest.mark.parametrize(
+    ("to", "options", "told"),
+    [
+        ("zero3:dp=2", {"dtype": "bf16"}, "masters of zero3:dp=2 are float32"),
+        ("universal", {"dtype": "fp16"}, "masters of universal are float32"),
+        ("accelerate/zero1:dp=2", {"dtype": "bf16"}, "zero1:dp=2 are float32"),
+        ("safetensors", {"keep_dtype": ("w",)}, "and there is none"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(
+    tmp_path: Path, to: str, options: dict[str, Any], told: str
+) -> None:
+    save_file({"w": np.ones(3, "f4")}, tmp_path / "x.safetensors")
+    with pytest.raises(Refused, match=told) as refused:
+        dynadapt.convert(tmp_path / "x.safetensors", tmp_path / "y", to, order=("w",), **options)
+    assert refused.value.reason == "bad-argument"
+
+
+def test_force_replaces_checkpoints_and_nothing_else(tmp_path: Path) -> None:
+    save_file({"w": np.ones(3, "f4")}, tmp_path / "x.safetensors")
+    for name in ("home", "empty"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("")
+    with pytest.raises(Refused, match="something else than a checkpoint"):
+        dynadapt.convert(tmp_path / "x.safetensors", tmp_path / "home", "safetensors", force=True)
+    assert [p.name for p in (tmp_path / "home").iterdir()] == ["thesis.tex"]
+    for name in ("empty", "empty"):
+        dynadapt.convert(tmp_path / "x.safetensors", tmp_path / name, "safetensors", force=True)
+    assert dynadapt.open(tmp_path / "empty").problems() == ()
+
+
 class _Schedules:
     @staticmethod
     def steps(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.StepLR:
