@@ -30,6 +30,8 @@ from dynadapt.transport.planner import remembered_plan
 from dynadapt.vps import cover
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from dynadapt.elastic.run import Run
     from dynadapt.protocols import Channel, Described
     from dynadapt.vps.keys import Key
@@ -220,16 +222,36 @@ def _count_source(run: Run) -> frozenset[Key]:
     """Take the source's sums; returns the keys of which only the first holder counts."""
     pairs = [p for p in run.matched.pairs if not p.fill]
     wanted = [Wanted(p.source, p.target.dtype, p.target.key) for p in pairs]
+    joined = [(other, spec) for other, spec in run.matched.joined if other.shape == spec.shape]
+    wanted += [Wanted(other, spec.dtype, spec.key) for other, spec in joined]
     storage = run.source_storage()
     compared = drift.compare("source", run.control, run.source, storage, wanted, run.workers())
-    run.source_sums = compared.values
+    run.source_sums, others = compared.values[: len(pairs)], compared.values[len(pairs) :]
+    taken = dict(zip((pair.target.key for pair in pairs), run.source_sums, strict=True))
+    same = {
+        other.key
+        for (other, spec), own in zip(joined, others, strict=True)
+        if taken.get(spec.key) == own
+    }
+    run.warnings += run.told(_left_by_ties(run, same))
     if isinstance(run.x_source, str | FileSource) and run.source.naming is None:
-        refuse(changed_since(str(run.x_source), zip(pairs, compared.values, strict=True)))
+        refuse(changed_since(str(run.x_source), zip(pairs, run.source_sums, strict=True)))
     found = drift.treat(compared, run.source, run.settings.on_drift)
     refuse(run.told(found.fatal))
     run.warnings += run.told(found.warnings)
     run.outcomes += found.outcomes
     return found.first_only
+
+
+def _left_by_ties(run: Run, same: Collection[Key]) -> list[Finding]:
+    """What `allow={"tie"}` leaves behind: tensors that differ from the one that the target's tie takes."""
+    findings = []
+    for other, spec in run.matched.joined:
+        if other.key not in same:
+            cause = f"the target ties it with {spec.key}, whose values are others, and it is left behind"
+            fix = "if it was not meant to be tied, untie it in the target and migrate again"
+            findings.append(Finding("tie", str(other.key), cause, fix))
+    return findings
 
 
 def agree(run: Run) -> None:

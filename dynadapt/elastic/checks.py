@@ -103,8 +103,13 @@ def scalars_differ(source: Scalars, after: Scalars) -> list[Finding]:
         )
         for name, values in source.items()
         for label, value in values.items()
-        if label in after.get(name, {}) and after[name][label] != value
+        if label in after.get(name, {}) and not _equal(after[name][label], value)
     ]
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two numbers are one; a NaN, which some optimizers start with, is any other NaN."""
+    return bool(a == b or (a != a and b != b))
 
 
 def groups_differ(

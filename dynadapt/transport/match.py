@@ -34,6 +34,7 @@ def match(source: Sequence[KeySpec], target: Sequence[KeySpec], options: Options
     pairs: list[Pair] = []
     findings: list[Finding] = []
     notes: list[tuple[str, str]] = []
+    joined: list[tuple[KeySpec, KeySpec]] = []
     for spec in target:
         if spec.derived:
             continue
@@ -42,7 +43,12 @@ def match(source: Sequence[KeySpec], target: Sequence[KeySpec], options: Options
             findings += _missing(spec, source, options, notes, len(findings) < HINTS)
             continue
         findings += _differences(served, spec, options)
-        findings += _ties(served, spec, found, options, used)
+        others = _joined(served, spec, found)
+        findings += _ties(served, spec, others, options, used)
+        joined += [
+            (other, spec) for other in others.values() if spec.numel and other.presence == "present"
+        ]
+        used.update(other.key for other in others.values())
         used.add(served.key)
         if spec.trainable and not served.trainable and spec.key.slot == "param":
             notes.append((str(spec.key), "frozen in the source: its state starts as a new one"))
@@ -67,7 +73,7 @@ def match(source: Sequence[KeySpec], target: Sequence[KeySpec], options: Options
         left = tuple((finding.where, finding.cause) for finding in _by_tensor(extra))
     else:
         findings += extra
-    return Match(tuple(pairs), tuple(_by_tensor(findings)), tuple(notes), left)
+    return Match(tuple(pairs), tuple(_by_tensor(findings)), tuple(notes), left, tuple(joined))
 
 
 def _by_tensor(findings: Iterable[Finding]) -> Iterator[Finding]:
@@ -218,10 +224,20 @@ def _differences(source: KeySpec, target: KeySpec, options: Options) -> list[Fin
     return findings
 
 
+def _joined(source: KeySpec, target: KeySpec, found: Mapping[Key, KeySpec]) -> dict[str, KeySpec]:
+    """Tensors of the source that the target ties with the one that serves it, by one name each."""
+    others: dict[Key, tuple[str, KeySpec]] = {}
+    for name in target.aliases:
+        other = found.get(Key(name, target.key.slot))
+        if other is not None and other.key != source.key:
+            others.setdefault(other.key, (name, other))
+    return dict(others.values())
+
+
 def _ties(
     source: KeySpec,
     target: KeySpec,
-    found: Mapping[Key, KeySpec],
+    others: Iterable[str],
     options: Options,
     used: set[Key],
 ) -> list[Finding]:
@@ -239,19 +255,15 @@ def _ties(
                 'allow={"tie"} to give both the same values',
             )
         )
-    for name in target.aliases:
-        other = found.get(Key(name, target.key.slot))
-        if other is None or other.key == source.key:
-            continue
-        used.add(other.key)
-        if "tie" not in options.allow:
-            findings.append(
-                Finding(
-                    "tie",
-                    str(target.key),
-                    f"the target ties it with {name}, the source keeps two tensors",
-                    "re-tie the source model, or name them in TrainState(tied=...) if they lie on "
-                    f'different pipeline stages; or allow={{"tie"}} to take {source.key.name}',
-                )
+    if "tie" not in options.allow:
+        findings += [
+            Finding(
+                "tie",
+                str(target.key),
+                f"the target ties it with {name}, the source keeps two tensors",
+                "re-tie the source model, or name them in TrainState(tied=...) if they lie on "
+                f'different pipeline stages; or allow={{"tie"}} to take {source.key.name}',
             )
+            for name in others
+        ]
     return findings

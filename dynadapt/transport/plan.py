@@ -110,12 +110,14 @@ class Match:
 
     `offset` of a pair is where its first element lies in the canonical order, in wire bytes. `notes` say
     what is made rather than moved, and `left` what stays behind, each by key and with the reason.
+    `joined`: source keys that the target ties with another one's, each with the target key and not moved.
     """
 
     pairs: tuple[Pair, ...]
     findings: tuple[Finding, ...] = ()
     notes: tuple[tuple[str, str], ...] = ()
     left: tuple[tuple[str, str], ...] = ()
+    joined: tuple[tuple[KeySpec, KeySpec], ...] = ()
 
     @cached_property
     def by_target(self) -> dict[Key, Pair]:

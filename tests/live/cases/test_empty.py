@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -133,6 +134,30 @@ def test_a_layer_of_no_elements_keeps_its_shape(ranks2: Pool) -> None:
         for kind, answer in answers.items():
             expected = {"shape": (0, 4), "equal": [True] * 2, "body": True, "kept": (0, 4)}
             assert answer == expected, kind
+
+
+def _hole(rank: int, world: int) -> dict[str, Any]:
+    answers: dict[str, Any] = {}
+    states = []
+    for seed, how in enumerate(("plain", "fsdp2", "plain")):
+        model = Hollow(seed)
+        model.nothing.register_parameter("hole", nn.Parameter(torch.empty(5, 0, 2)))
+        states.append(_job(model, how))
+    model = states[0].model
+    (model(torch.ones(1, 4)).sum() + model.nothing.hole.sum()).backward()
+    states[0].optimizer.step()
+    states[0].optimizer.zero_grad()
+    for there, back in pairwise(states):
+        dynadapt.migrate(there, back, timeout=30)
+    answers["hole"] = tuple(states[2].model.nothing.hole.shape)
+    answers["body"] = torch.equal(states[2].model.body.weight, model.body.weight)
+    return answers
+
+
+def test_a_hole_between_dims_is_cut_as_fsdp2_likes(ranks2: Pool) -> None:
+    """FSDP2 gives every rank no rows of what is empty, whatever its placements say."""
+    for answer in ranks2.run(_hole, timeout=100):
+        assert answer == {"hole": (5, 0, 2), "body": True}
 
 
 class Scaled(nn.Module):

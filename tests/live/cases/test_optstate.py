@@ -212,3 +212,29 @@ def test_states_are_made_without_a_step_and_of_the_gradients_dtype() -> None:
     for state in (source, target):
         _wide_step(state, 1)
     assert torch.equal(source.model.weight, target.model.weight)
+
+
+class _Counting(torch.optim.SGD):
+    """Momentum, and a number that is none until something was measured."""
+
+    def step(self, closure: Any = None) -> None:
+        """As SGD does it."""
+        super().step(closure)
+        for state in self.state.values():
+            state.setdefault("noise", float("nan"))
+
+
+def test_a_number_that_is_not_a_number_arrives() -> None:
+    """NaN is not equal to itself, and yet the same in source and target."""
+    source, target = (torch.nn.Linear(3, 2) for _ in range(2))
+    states = []
+    for model in (source, target):
+        optimizer = _Counting(model.parameters(), lr=0.1, momentum=0.9)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        states.append(dynadapt.TrainState(model, optimizer))
+    for state in states[1].optimizer.state.values():
+        state["noise"] = 1.0
+    dynadapt.migrate(*states)
+    assert all(s["noise"] != s["noise"] for s in states[1].optimizer.state.values())

@@ -103,6 +103,21 @@ def test_a_tie_of_one_side_only_is_refused(untied: str) -> None:
     assert torch.equal(target.model.head.weight, target.model.embed.weight)
 
 
+def test_what_a_tie_leaves_behind_is_told() -> None:
+    """Joined tensors that differ lose one's values; those that are equal lose nothing."""
+    source, target = state(1, tied=False), state(2)
+    train(source)
+    report = dynadapt.migrate(source, target, allow={"tie"})
+    lost = {f.where for f in report.warnings if f.reason == "tie"}
+    assert lost == {f"head.weight/{slot}" for slot in ("param", "exp_avg", "exp_avg_sq")}
+    source.model.head.weight.data.copy_(source.model.embed.weight.data)
+    states = source.optimizer.state
+    states[source.model.head.weight] = {
+        slot: value.clone() for slot, value in states[source.model.embed.weight].items()
+    }
+    assert not dynadapt.migrate(source, target, allow={"tie"}).warnings
+
+
 def _stored_once(rank: int, world: int) -> dict[str, Any]:
     answers: dict[str, Any] = {}
     source = build("zero2-bf16", "even")
