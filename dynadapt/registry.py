@@ -112,6 +112,7 @@ _FORMATS = (
     Entry("megatron", "dynadapt.adapters.checkpoints.megatron_dir:MegatronDir", ()),
     Entry("dcp", "dynadapt.adapters.checkpoints.dcp_dir:DcpDir", ()),
     Entry("safetensors", "dynadapt.adapters.checkpoints.safetensors_dir:SafetensorsDir", ()),
+    Entry("fsdp", "dynadapt.adapters.checkpoints.fsdp_files:FsdpFiles", ()),
     Entry("torch", "dynadapt.adapters.checkpoints.torch_files:TorchFiles", ()),
 )
 """Checkpoint formats, the most specific first. Their modules need no framework, so each is asked itself."""

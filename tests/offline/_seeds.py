@@ -9,7 +9,7 @@ from dynadapt.elastic.checkpoint import open_checkpoint
 from dynadapt.elastic.conversion import convert
 from dynadapt.elastic.targets import target_of
 from tests import _ranks
-from tests.offline import _made, _megatron
+from tests.offline import _made, _megatron, _ranks_files
 from tests.offline._older import aged
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ FORMATS = {
     "safetensors": "safetensors",
     "torch": "torch",
     "dcp": "dcp",
+    "fsdp-sharded": "fsdp",
+    "fsdp-dtensors": "fsdp",
     **dict.fromkeys(MEGATRON, "megatron"),
     **dict.fromkeys(ACCELERATE, "accelerate"),
 }
@@ -44,6 +46,9 @@ def make_seeds(place: Path) -> dict[str, Path]:
     pool.run(_made.save_deepspeed, "zero2-fp16", str(found["zero2"]), 1, {}, timeout=200)
     pool.run(_made.save_deepspeed, "zero0-bf16", str(found["zero0"]), 1, {}, timeout=200)
     pool.run(_save_dcp, str(found["dcp"]), timeout=200)
+    for name, mesh in (("fsdp-sharded", False), ("fsdp-dtensors", True)):
+        how = ("SHARDED", True, mesh, str(found[name]), "accelerate" if mesh else "one")
+        pool.run(_ranks_files.save, *how, timeout=200)
     aged(found["zero2"], found["zero2-0.4.5"], "0.4.5")
     source = open_checkpoint(found["zero3"])
     convert(source, target_of(found["zero0-fused"], "zero0:dp=2,fused=true"))

@@ -224,6 +224,15 @@ _KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
 }
 
 
+def _inner_class(made_by: Any) -> Any:
+    """A class inside a class, which protocol 2 asks `getattr` for; anything else as it is."""
+    if isinstance(made_by, Opaque) and made_by.made_by.name == "getattr" and len(made_by.args) == 2:
+        outer, name = made_by.args
+        if isinstance(outer, Global) and isinstance(name, str):
+            return Global(outer.module, f"{outer.name}.{name}")
+    return made_by
+
+
 class _Reader(pickle._Unpickler):
     """The stdlib's parser with every door to the outside shut."""
 
@@ -253,6 +262,7 @@ class _Reader(pickle._Unpickler):
         self._make(self.stack.pop(), args, kwargs)  # type: ignore[attr-defined]
 
     def _make(self, made_by: Any, args: Any, kwargs: Any) -> None:
+        made_by = _inner_class(made_by)
         if not isinstance(made_by, Global):
             raise pickle.UnpicklingError("an object of something that is no class")
         plain = _KNOWN.get((made_by.module, made_by.name))

@@ -18,6 +18,7 @@ from dynadapt.adapters.checkpoints._dcp_write import Writing as ShardedWriting
 from dynadapt.adapters.checkpoints._deepspeed_files import outcomes_of
 from dynadapt.adapters.checkpoints._deepspeed_open import described, writing_of
 from dynadapt.adapters.checkpoints._format import Format
+from dynadapt.adapters.checkpoints._fsdp_read import read_ranks
 from dynadapt.adapters.checkpoints._making import Making
 from dynadapt.adapters.checkpoints._plain import Lifting
 from dynadapt.adapters.checkpoints._safetensors import NAMES, header_of, whole_row
@@ -70,10 +71,10 @@ class AccelerateDir(Format):
             own = _read_sharded(path)
         elif form in {"plain", "full"}:
             own = _read_whole(path, files.FULL if form == "full" else None, said)
+        elif not (path / files.SHARDED_OPTIMIZER).is_dir():
+            own = read_ranks(path, said)
         else:
-            cause = (
-                "was saved as each rank's local shards, which only the same job can put together"
-            )
+            cause = "has a model in a file of each rank and its optimizer in another form"
             fix = "save it with SHARDED_STATE_DICT or FULL_STATE_DICT"
             raise Refused([Finding("unsupported-format", str(path), cause, fix)])
         paths = {item.path for item in small}
