@@ -176,6 +176,22 @@ def test_force_replaces_checkpoints_and_nothing_else(tmp_path: Path) -> None:
     assert dynadapt.open(tmp_path / "empty").problems() == ()
 
 
+@pytest.mark.parametrize(
+    "to", ["zero0:dp=2", "zero2:dp=2", "zero3:dp=2", "universal", "torch", "dcp"]
+)
+def test_names_of_any_letters(tmp_path: Path, to: str) -> None:
+    model = torch.nn.ModuleDict({"größe_日本": torch.nn.Linear(3, 4), "up": torch.nn.Linear(4, 2)})
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-2)
+    model["up"](model["größe_日本"](torch.ones(1, 3))).sum().backward()
+    optimizer.step()
+    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(tree, tmp_path / "job.pt")
+    report = dynadapt.convert(tmp_path / "job.pt", tmp_path / "new", to)
+    assert report.fingerprint == dynadapt.open(tmp_path / "job.pt").fingerprint()
+    for path in (tmp_path / "new").rglob("*.pt"):
+        torch.load(path, weights_only=False)
+
+
 class _Schedules:
     @staticmethod
     def steps(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.StepLR:

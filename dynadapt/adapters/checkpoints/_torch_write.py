@@ -40,6 +40,11 @@ class _Entry:
         least = at + 30 + len(full) + (20 if nbytes >= _BIG else 0) + 4
         return cls(full, at, -(-least // ALIGN) * ALIGN, nbytes)
 
+    @property
+    def flags(self) -> int:
+        """Says that the name is UTF-8, which readers of zips take for something older else."""
+        return 0 if self.name.isascii() else 0x800
+
     def local(self, crc: int) -> bytes:
         """The local header, padded up to the bytes."""
         size, extra = self.nbytes, b""
@@ -47,7 +52,19 @@ class _Entry:
             extra, size = struct.pack("<HHQQ", 1, 16, size, size), _BIG
         pad = self.offset - self.header - 30 - len(self.name) - len(extra)
         extra += struct.pack("<2sH", b"FB", pad - 4) + b"Z" * (pad - 4)
-        fields = (b"PK\x03\x04", 45, 0, 0, 0, 0, crc, size, size, len(self.name), len(extra))
+        fields = (
+            b"PK\x03\x04",
+            45,
+            self.flags,
+            0,
+            0,
+            0,
+            crc,
+            size,
+            size,
+            len(self.name),
+            len(extra),
+        )
         return struct.pack("<4sHHHHHIIIHH", *fields) + self.name + extra
 
     def central(self, crc: int) -> bytes:
@@ -58,7 +75,23 @@ class _Entry:
         if header >= _BIG:
             wide, header = wide + struct.pack("<Q", header), _BIG
         extra = struct.pack("<HH", 1, len(wide)) + wide if wide else b""
-        fields = (45, 45, 0, 0, 0, 0, crc, size, size, len(self.name), len(extra), 0, 0, 0, 0)
+        fields = (
+            45,
+            45,
+            self.flags,
+            0,
+            0,
+            0,
+            crc,
+            size,
+            size,
+            len(self.name),
+            len(extra),
+            0,
+            0,
+            0,
+            0,
+        )
         packed = struct.pack("<4sHHHHHHIIIHHHHHII", b"PK\x01\x02", *fields, header)
         return packed + self.name + extra
 
