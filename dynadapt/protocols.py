@@ -191,6 +191,7 @@ class FileSource:
     groups, in its order. Torch optimizers number their parameters: these say which number is whose. `tied`
     are the names of each tensor that has several, of which others' safetensors keep but one. `shapes` are
     those of whole parameters by name, where a checkpoint has parts of them and does not say of what.
+    `buffers` are the names of a model's buffers, which state dicts do not tell from parameters.
 
     >>> import os
     >>> os.fspath(FileSource("here", ("a", "b")))
@@ -202,6 +203,7 @@ class FileSource:
     groups: tuple[tuple[str, ...], ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    buffers: tuple[str, ...] = ()
 
     def __fspath__(self) -> str:
         return self.path

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import FileSource
+from dynadapt.vps.keys import canonical_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -78,7 +79,7 @@ def _of_json(path: Path, text: str) -> tuple[tuple[str, ...], Groups]:
 def known_of(
     model: str | os.PathLike[str] | nn.Module | None, alike: Checkpoint | None = None
 ) -> FileSource:
-    """What a model says of its checkpoints, without its weights: order, tied names, shapes.
+    """What a model says of its checkpoints, without its weights: order, tied names, shapes, buffers.
 
     `model` is a module, a Hugging Face folder or `config.json`, or a JSON listing; a checkpoint that is
     `alike` says shapes, too. Raises as `read_model`.
@@ -88,10 +89,12 @@ def known_of(
         return FileSource("", shapes=tuple(shapes))
     from dynadapt.adapters import model_shapes
 
+    buffers: tuple[str, ...] = ()
     if isinstance(model, str | os.PathLike):
         shape = model_shapes.read_model(os.fspath(model), experts="listed").model
     else:
         shape = model_shapes.of_module(model)
+        buffers = tuple(canonical_name(name) for name, _ in model.named_buffers())
     named = sorted(
         (int(f.orders[i]), f.name(i), f.shape) for f in shape.families for i in range(len(f))
     )
@@ -100,6 +103,7 @@ def known_of(
         tuple(name for _, name, _ in named),
         tied=tuple((f.name(0), *f.aliases) for f in shape.families if f.aliases),
         shapes=tuple((name, shape) for _, name, shape in named),
+        buffers=buffers,
     )
 
 

@@ -186,6 +186,28 @@ def test_buffers_that_lost_bits_are_told_from_other_dtypes(file: Path, tmp_path:
     assert [d.count for d in told] == [5, 5]
 
 
+def test_buffers_that_a_file_does_not_tell_from_weights(tmp_path: Path) -> None:
+    """BUFFER B14: as everybody saves it; a model says which they are, and the job goes on."""
+    job, fresh = _odd.plain(), _odd.plain(5, steps=0)
+    tree = _odd.tree(job)
+    path = saved({**tree, "model": dict(tree["model"])}, tmp_path / "a.pt")
+    with pytest.raises(dynadapt.MigrationAborted, match="third/buffer"):
+        dynadapt.load(fresh, path)
+    dynadapt.load(fresh, path, model=fresh.model)
+    assert [_odd.advance(job, n) for n in (2, 3)] == [_odd.advance(fresh, n) for n in (2, 3)]
+    weights = tmp_path / "model.safetensors"
+    model = dict(tree["model"])
+    del model["head.weight"]
+    safetensors.torch.save_file(model, weights)
+    found = dynadapt.open(weights, model=fresh.model)
+    assert {s.key.name for s in found.keys if s.kind == "buffer"} == {
+        "third",
+        "scale",
+        "seen",
+        "mask",
+    }
+
+
 def test_buffers_and_norms_of_equal_bytes_are_cut_not_copied(made: Made) -> None:
     """BUFFER B16: a norm of ones over four ranks is told by the metadata, not by its values."""
     found = dynadapt.open(made["ones"])

@@ -100,6 +100,8 @@ class StateDicts:
         ]
         buffers = _buffers(parts, entries)
         names = canonical_names([name for name, _, _ in entries])
+        if buffers is None and self.said.buffers:
+            buffers = frozenset(raw for raw, name in names.items() if name in self.said.buffers)
         tied: dict[tuple[Any, ...], list[str]] = {}
         for raw, file, value in entries:
             tied.setdefault(_place(raw, file, value), []).append(names[raw])
@@ -146,6 +148,8 @@ class StateDicts:
             held = None
             if header.buffers is not None:
                 held = {first} if raw in header.buffers else ()
+            elif self.said.buffers:
+                held = {first}.intersection(self.said.buffers)
             order = len(self.specs)
             spec = tensor_spec(first, shape, dtype, order, buffers=held, aliases=others)
             self.specs[spec.key] = spec

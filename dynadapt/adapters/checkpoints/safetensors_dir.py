@@ -70,7 +70,7 @@ class SafetensorsDir(Format):
                 low = header.offsets.get(tensor, (0,) * len(shape))
                 box = Box(low, tuple(map(sum, zip(low, shape, strict=True))))
                 aliases = header.aliases.get(tensor, ())
-                told = header.buffers
+                told = header.buffers if header.buffers is not None else said.buffers or None
                 spec = tensor_spec(tensor, box.hi, dtype, 0, buffers=told, aliases=aliases)
                 if (known := specs.get(tensor)) is not None:
                     if (known.dtype, len(known.shape)) != (dtype, len(shape)):
