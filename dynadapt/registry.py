@@ -106,6 +106,7 @@ _BUILT_IN = (
 
 
 _FORMATS = (
+    Entry("trainer", "dynadapt.adapters.checkpoints.trainer_dir:TrainerDir", ()),
     Entry("accelerate", "dynadapt.adapters.checkpoints.accelerate_dir:AccelerateDir", ()),
     Entry("universal", "dynadapt.adapters.checkpoints.universal_dir:UniversalDir", ()),
     Entry("deepspeed", "dynadapt.adapters.checkpoints.deepspeed_dir:DeepSpeedDir", ()),

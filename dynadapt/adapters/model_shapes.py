@@ -8,6 +8,7 @@ torch and transformers are imported when a function needs them; a listing needs 
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from dynadapt.adapters._hf_config import meta_model
 from dynadapt.adapters._parallelize_plan import rules_of_parallelize_plan
 from dynadapt.errors import Finding, Refused
+from dynadapt.protocols import FileSource
 from dynadapt.vps.keys import ITEMSIZE, canonical_name
 from dynadapt.vps.model_shape import ModelShape, Named
 from dynadapt.vps.tp_rules import TpRules
@@ -31,6 +33,7 @@ __all__ = [
     "of_module",
     "read_model",
     "rules_of_parallelize_plan",
+    "said_of",
     "tp_rules",
 ]
 
@@ -105,6 +108,33 @@ def of_module(module: nn.Module, *, dtype: str | None = None) -> ModelShape:
     (2, 3)
     """
     return ModelShape.of(_tensors(module, dtype), _heads(module))
+
+
+def said_of(model: str | os.PathLike[str] | nn.Module) -> FileSource:
+    """What a model says of its checkpoints, without its weights: order, ties, shapes, buffers; no path.
+
+    `model` is a module, a Hugging Face folder or `config.json`, or a JSON listing. Raises as `read_model`.
+
+    >>> from torch import nn
+    >>> said_of(nn.Linear(3, 2)).order
+    ('weight', 'bias')
+    """
+    buffers: tuple[str, ...] = ()
+    if isinstance(model, str | os.PathLike):
+        shape = read_model(os.fspath(model), experts="listed").model
+    else:
+        shape = of_module(model)
+        buffers = tuple(canonical_name(name) for name, _ in model.named_buffers())
+    named = sorted(
+        (int(f.orders[i]), f.name(i), f.shape) for f in shape.families for i in range(len(f))
+    )
+    return FileSource(
+        "",
+        tuple(name for _, name, _ in named),
+        tied=tuple((f.name(0), *f.aliases) for f in shape.families if f.aliases),
+        shapes=tuple((name, shape) for _, name, shape in named),
+        buffers=buffers,
+    )
 
 
 def from_listing(path: Path | str, *, dtype: str | None = None) -> ModelShape:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import FileSource
-from dynadapt.vps.keys import canonical_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -87,24 +86,9 @@ def known_of(
     shapes = [(s.key.name, s.shape) for s in alike.keys if s.key.slot == "param"] if alike else []
     if model is None:
         return FileSource("", shapes=tuple(shapes))
-    from dynadapt.adapters import model_shapes
+    from dynadapt.adapters.model_shapes import said_of
 
-    buffers: tuple[str, ...] = ()
-    if isinstance(model, str | os.PathLike):
-        shape = model_shapes.read_model(os.fspath(model), experts="listed").model
-    else:
-        shape = model_shapes.of_module(model)
-        buffers = tuple(canonical_name(name) for name, _ in model.named_buffers())
-    named = sorted(
-        (int(f.orders[i]), f.name(i), f.shape) for f in shape.families for i in range(len(f))
-    )
-    return FileSource(
-        "",
-        tuple(name for _, name, _ in named),
-        tied=tuple((f.name(0), *f.aliases) for f in shape.families if f.aliases),
-        shapes=tuple((name, shape) for _, name, shape in named),
-        buffers=buffers,
-    )
+    return said_of(model)
 
 
 def source_of(

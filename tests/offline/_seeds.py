@@ -35,6 +35,7 @@ FORMATS = {
     "fsdp-dtensors": "fsdp",
     **dict.fromkeys(MEGATRON, "megatron"),
     **dict.fromkeys(ACCELERATE, "accelerate"),
+    "trainer": "trainer",
 }
 
 
@@ -61,6 +62,7 @@ def make_seeds(place: Path) -> dict[str, Path]:
         shutil.copytree(root / its, found[name])
     for name, layout in ACCELERATE.items():
         convert(source, target_of(found[name], f"accelerate/{layout}:dp=2"))
+    convert(source, target_of(found["trainer"], "trainer/ddp:dp=2"))
     return found
 
 

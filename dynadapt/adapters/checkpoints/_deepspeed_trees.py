@@ -221,6 +221,18 @@ def config_of(aux: Mapping[str, AuxItem], model: Model, zero: Mapping[str, Any])
     return config
 
 
+def clipping(aux: Mapping[str, AuxItem]) -> dict[str, float]:
+    """What a DeepSpeed job clipped by. Nothing where the source was none: the loading job keeps its own.
+
+    DeepSpeed takes it from the checkpoint, where a zero would switch clipping off.
+    """
+    behaviour = aux["behaviour"].value if "behaviour" in aux else {}
+    if not behaviour.get("config"):
+        return {}
+    value = behaviour["config"].get("gradient_clipping")
+    return {"clip_grad": float(value) if type(value) in {int, float} else 0.0}
+
+
 def model_tree(
     model: Model,
     aux: Mapping[str, AuxItem],

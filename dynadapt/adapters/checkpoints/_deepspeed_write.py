@@ -208,7 +208,7 @@ class Writing:
         parts = zip(self.flats, sizes, strict=True)
         return {
             **tree,
-            "clip_grad": float(config.get("gradient_clipping") or 0.0),
+            **trees.clipping(aux),
             "base_optimizer_state": base,
             "single_partition_of_fp32_groups": masters,
             "group_paddings": [(part * self.ranks - size) * last for part, size in parts],

@@ -108,7 +108,8 @@ class Writing0:
                 **trees.scaler_fields(aux),
                 "optimizer_state_dict": base,
                 "fp32_groups_flat" if self.fused else "fp32_groups": masters,
-                "clip_grad": float(config.get("gradient_clipping") or 0.0),
+                "clip_grad": 0.0,  # without it FP16_Optimizer does not load
+                **trees.clipping(aux),
             }
         # The shapes by group, which DeepSpeed leaves out at stage 0, say whose each entry is.
         model = trees.model_tree(

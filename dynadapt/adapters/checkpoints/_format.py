@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from dynadapt.protocols import Agree
 
-__all__ = ["Format", "named_folder"]
+__all__ = ["Format", "in_order", "named_folder"]
 
 _MALFORMED = (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError)
 """What reading a value of another type or size than it should have ends in. Readers look for what is
@@ -58,7 +58,7 @@ class Format:
         if findings:
             raise Refused(findings)
         own = _by_first_name(own)
-        return _placed(own, said.order) if said.order else own
+        return in_order(own, said.order) if said.order else own
 
     def read(self, path: Path, said: FileSource) -> Described:
         """The same of a checkpoint that is there, with what the user says of it: each format's own."""
@@ -84,7 +84,7 @@ def _by_first_name(own: Described) -> Described:
     return replace(own, scalars=scalars, aux=aux)
 
 
-def _placed(own: Described, order: Sequence[str]) -> Described:
+def in_order(own: Described, order: Sequence[str]) -> Described:
     """With the parameters in the user's order, if it has all of them."""
     place = {name: i for i, name in reversed(list(enumerate(order)))}
     at = [

@@ -147,7 +147,7 @@ class UniversalDir(Format):
             "loss_scaler": scaler,
             "dynamic_loss_scale": bool(scaler.get("dynamic", False)),
             "overflow": False,
-            "clip_grad": float(config.get("gradient_clipping") or 0.0),
+            **trees.clipping(aux),
             "ds_version": trees.VERSION,
             "param_groups": groups,
             "optimizer_state_dict": {
