@@ -62,8 +62,8 @@ class Selection:
         ties = {spec.key.name: spec.aliases for spec in own.specs if spec.aliases}
         for spec in own.specs:
             every = (spec.key.name, *ties.get(spec.key.name, ()))
-            # A tied tensor stays under those of its names that are meant.
-            names = [name for name in map(self.name, every) if name is not None]
+            # A tied tensor stays under those of its names that are meant, the smallest first, as in layouts.
+            names = sorted(name for name in map(self.name, every) if name is not None)
             if not names or (self.weights_only and spec.kind == "state"):
                 continue
             now |= dict.fromkeys(every, names[0])
