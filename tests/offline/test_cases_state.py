@@ -285,3 +285,28 @@ def test_resume_loss_scalers_keep_all_their_counts(made: Made, tmp_path: Path) -
     dynadapt.convert(made["zero2fp16"], tmp_path / "a", "universal")
     dynadapt.convert(tmp_path / "a", tmp_path / "b", "zero3:dp=3")
     assert dynadapt.open(tmp_path / "b").aux["scaler"].value["state"] == whole["state"]
+
+
+def _kinds(state: dynadapt.TrainState) -> list[tuple[Any, ...]]:
+    """What tensors of a job are, beside their values."""
+    every = [*state.model.parameters(), *state.model.buffers()]
+    every += [t for entry in state.optimizer.state.values() for t in entry.values()]
+    return [(type(t), t.dtype, t.device, t.stride(), t.requires_grad, t.is_leaf) for t in every]
+
+
+def test_resume_leaves_the_objects_that_a_schedule_holds(
+    tree: dict[str, Any], tmp_path: Path
+) -> None:
+    """RESUME B174, MEMTIME B141: groups are changed in place; tensors are as in a job that trained."""
+    path = saved(tree, tmp_path / "a.pt")
+    fresh = _odd.plain(5, steps=0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(fresh.optimizer, lambda n: 0.5**n)
+    listed, groups = fresh.optimizer.param_groups, list(fresh.optimizer.param_groups)
+    dynadapt.load(fresh, path)
+    assert schedule.optimizer.param_groups is fresh.optimizer.param_groups is listed
+    assert all(a is b for a, b in zip(listed, groups, strict=True))
+    assert _kinds(fresh) == _kinds(_odd.plain())
+    before = [group["lr"] for group in listed]
+    _odd.advance(fresh, 2)
+    schedule.step()
+    assert [group["lr"] for group in listed] == [lr * 0.5 for lr in before]

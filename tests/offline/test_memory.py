@@ -74,6 +74,7 @@ def _growth(root: Path, mib: int, to: str, most: int) -> int:
 
 @pytest.mark.parametrize("to", ["safetensors", "universal"])
 def test_no_more_than_asked_at_any_size(tmp_path: Path, to: str) -> None:
+    """MEMTIME B133, B136, B139: one pass over both, in pieces, whatever the checkpoint's size."""
     most = 24 * MIB
     small, large = _growth(tmp_path, 32, to, most), _growth(tmp_path, 160, to, most)
     assert max(small, large) <= most
