@@ -66,6 +66,7 @@ def test_what_is_read_is_what_the_live_job_held(jobs: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", list(GO_ON))
 def test_deepspeed_goes_on_with_the_whole_model(jobs: Any, tmp_path: Path, kind: str) -> None:
+    """RESIZE B98, TPPP B107: stages and cuts, with moments, become another number of ranks' flats."""
     folder, told = jobs
     stage = GO_ON[kind]
     report = dynadapt.convert(folder / kind, tmp_path / "a", f"zero{stage}:dp=4")
@@ -141,6 +142,7 @@ def test_where_nothing_says_the_cut_whole_shapes_do(jobs: Any, tmp_path: Path) -
 
 
 def test_a_fused_layer_is_not_guessed(jobs: Any, tmp_path: Path) -> None:
+    """TPPP B108, B110, B111: whole shapes do not say how its parts are cut, so it is refused by name."""
     folder, _ = jobs
     kind = "tp fused, fp32"
     old = _without(folder / kind, tmp_path / "a", lambda s: s.pop("universal_checkpoint_info"))
@@ -174,7 +176,7 @@ def test_a_part_that_is_gone_is_named(jobs: Any, tmp_path: Path) -> None:
 
 
 def test_replicas_that_differ_are_told(jobs: Any, tmp_path: Path) -> None:
-    """What is not cut is on all ranks: one that drifted is not taken for the others."""
+    """TPPP B104, REPL B129: what is not cut is on all ranks; one that drifted is not taken for the others."""
     folder, _ = jobs
     shutil.copytree(folder / "tp fused, fp32", tmp_path / "a")
     path = tmp_path / "a" / "t" / "zero_pp_rank_0_mp_rank_01_optim_states.pt"
