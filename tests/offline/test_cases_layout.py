@@ -240,8 +240,8 @@ def test_groups_that_are_empty_partial_or_permuted(tmp_path: Path) -> None:
 def test_resize_is_what_deepspeed_loads(made: Made, tmp_path: Path) -> None:
     """RESIZE B89, B92, B95, FROZEN B09, BUFFER B14, RESUME B171, B179, B180, B182, OPTSTATE B48.
 
-    OFFLOAD B195. Four ranks' checkpoints on two, by DeepSpeed's own loader: every tensor and buffer, hyperparameters, the
-    schedule, the loss scale; saved again at once it is the same state.
+    OFFLOAD B195. Four ranks' checkpoints on two, by DeepSpeed's own loader: every tensor and buffer,
+    hyperparameters, the schedule, the loss scale; saved again at once it is the same state.
     """
     cases = [
         ("zero0", "zero0:dp=2"),
