@@ -193,6 +193,8 @@ def migrate(
     so that the peak is near the larger of the two states; it holds nothing after success, as with
     `"park"`, and is moved back from the target after a failure. That takes every rank: with
     `"release"`, a rank that dies after memory was freed takes the source with it (`source-lost`).
+    A source that holds nothing must not be read, nor saved: torch does not check it, and may end the
+    process, or write an empty file. A migration into it makes it whole again.
 
     `budget`: staging bytes a seat may take (256 MiB). `max_extra_bytes`: refuse (`over-limit`) where a
     seat would hold more than so many bytes beyond what it holds now, staging included. `timeout`:
