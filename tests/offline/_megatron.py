@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import functools
 import logging
+import multiprocessing.dummy
 import os
 import tempfile
 import warnings
@@ -206,7 +207,11 @@ def _started(case: Case) -> Iterator[None]:
     rank, world = dist.get_rank(), dist.get_world_size()
     os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(world)}
     from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+    # Its writers are forked beside gloo's threads, and then hang now and again: threads write the same.
+    filesystem_async.mp = multiprocessing.dummy
+    multiprocessing.dummy.get_context = lambda kind: multiprocessing.dummy  # type: ignore[attr-defined]
     parallel_state.initialize_model_parallel(
         case.tp, case.pp, expert_model_parallel_size=case.ep, create_gloo_process_groups=True
     )

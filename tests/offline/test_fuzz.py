@@ -18,6 +18,9 @@ from tests.offline.fuzz import Verdict, fuzzed, judged
 if TYPE_CHECKING:
     from pathlib import Path
 
+SLOW = frozenset({"accelerate", "fsdp", "megatron"})
+"""Formats of which most are damaged by night: a mutant takes longer, or is one of others' files."""
+
 
 @pytest.fixture(scope="module")
 def seeds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
@@ -35,12 +38,14 @@ def test_every_format_is_damaged() -> None:
 
 def test_two_hundred_of_each(seeds: dict[str, Path], tmp_path: Path) -> None:
     assert all(judged(path) == ("read", "") for path in seeds.values())
-    verdicts = list(fuzzed(seeds, tmp_path, 200))
+    quick = {name: path for name, path in seeds.items() if FORMATS[name] not in SLOW}
+    slow = {name: path for name, path in seeds.items() if name not in quick}
+    verdicts = [*fuzzed(quick, tmp_path, 200), *fuzzed(slow, tmp_path, 30)]
     assert not _complaints(verdicts), "\n\n".join(_complaints(verdicts))
     counts = Counter((v.format, v.outcome) for v in verdicts)
     for name in seeds:  # damage that is never found, or never survived, would be none
-        assert counts[name, "refused"] > 40
-        assert counts[name, "read"] > 10
+        assert counts[name, "refused"] > (40 if name in quick else 4)
+        assert counts[name, "read"] > (10 if name in quick else 1)
     assert {v.mutant.kind for v in verdicts} == set(KINDS)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,10 +22,11 @@ if TYPE_CHECKING:
 CASES = [
     ("SHARDED", True, False, "accelerate", 2),
     ("SHARDED", False, True, "world", 3),
-    ("SHARDED", True, True, "one", 4),
+    pytest.param(("SHARDED", True, True, "one", 4), marks=pytest.mark.nightly),
     ("LOCAL", True, False, "accelerate", 3),
-    ("LOCAL", False, False, "one", 2),
+    pytest.param(("LOCAL", False, False, "one", 2), marks=pytest.mark.nightly),
 ]
+FLATS = ("LOCAL", False, False, "one", 2)
 
 
 def _save(where: Path, case: tuple[Any, ...]) -> list[dict[str, Any]]:
@@ -34,6 +36,13 @@ def _save(where: Path, case: tuple[Any, ...]) -> list[dict[str, Any]]:
         _ranks_files.save, *how, str(where), style, timeout=200
     )
     return answers
+
+
+@pytest.fixture(scope="module")
+def flats(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """Local flats, saved once, and what the ranks had."""
+    where = tmp_path_factory.mktemp("flats")
+    return where, _save(where, FLATS)
 
 
 def _check(found: Checkpoint, answer: dict[str, Any]) -> None:
@@ -58,10 +67,10 @@ def test_what_ranks_saved_is_what_they_held(tmp_path: Path, case: tuple[Any, ...
     assert report.fingerprint == answers[0]["live"] == dynadapt.open(out).fingerprint()
 
 
-def test_training_goes_on_under_fsdp2(tmp_path: Path) -> None:
-    answers = _save(tmp_path / "saved", ("LOCAL", False, False, "one", 2))
-    pool = _ranks.pool(2)
-    losses = pool.run(_ranks_files.load, str(tmp_path / "saved"), True, timeout=200)
+def test_training_goes_on_under_fsdp2(flats: tuple[Path, list[dict[str, Any]]]) -> None:
+    where, answers = flats
+    _check(dynadapt.open(where, model=jobs.net()), answers[0])
+    losses = _ranks.pool(2).run(_ranks_files.load, str(where), True, timeout=200)
     assert losses == [answer["losses"] for answer in answers]
 
 
@@ -71,10 +80,11 @@ def test_states_that_fsdp2_numbers_get_their_names(tmp_path: Path) -> None:
     assert {found.fingerprint()} == set(live)
 
 
-def test_flats_without_the_model_are_refused_by_name(tmp_path: Path) -> None:
-    _save(tmp_path, ("LOCAL", False, False, "one", 2))
+def test_flats_without_the_model_are_refused_by_name(
+    flats: tuple[Path, list[dict[str, Any]]],
+) -> None:
     with pytest.raises(Refused, match="--model") as caught:
-        dynadapt.open(tmp_path)
+        dynadapt.open(flats[0])
     assert caught.value.reason == "no-order"
 
 
@@ -85,9 +95,11 @@ def test_numbered_states_of_flats_are_refused_by_name(tmp_path: Path) -> None:
     assert caught.value.reason == "unsupported-state"
 
 
-def test_a_rank_that_is_missing_is_told(tmp_path: Path) -> None:
-    _save(tmp_path, ("SHARDED", False, True, "world", 3))
-    (tmp_path / "model_world_size_3_rank_2.pt").unlink()
+def test_a_rank_that_is_missing_is_told(
+    flats: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    for rank in (0, 2):
+        shutil.copy(flats[0] / "state_rank_0.pt", tmp_path / f"state_rank_{rank}.pt")
     with pytest.raises(Refused, match="rank") as caught:
         dynadapt.open(tmp_path)
     assert caught.value.reason == "missing-file"
