@@ -100,7 +100,7 @@ class _Search:
         self.skip = {id(x) for x in (source, target, source.model, target.model)}
         for state in (*olds, *news):
             own = [state.model, state.optimizer, state.scheduler, state.scaler]
-            names = ("optimizer", "lr_scheduler")
+            names = ("optimizer", "lr_scheduler", "optim")
             engines = [getattr(x, name, None) for x in own for name in names]
             self.skip.update(id(x) for x in (*own, *engines, state, state.extra))
             self.skip.update(id(part) for part in parts_of(state.model))

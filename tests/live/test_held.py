@@ -154,7 +154,7 @@ def _wrapped(kind: str) -> dynadapt.TrainState:
         jobs.step(engine, 0)
         return dynadapt.TrainState(engine)
     model: Any = jobs.net()
-    if kind == "ddp":
+    if kind.startswith("ddp"):
         model = nn.parallel.DistributedDataParallel(model)
     elif kind == "fsdp1":
         model = jobs.fsdp1(model)
@@ -163,7 +163,12 @@ def _wrapped(kind: str) -> dynadapt.TrainState:
 
         fully_shard(model.up)
         fully_shard(model)
-    state = dynadapt.TrainState(model, jobs.adamw(model))
+    optimizer: Any = jobs.adamw(model)
+    if kind == "ddp-owners":
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        optimizer = ZeroRedundancyOptimizer(jobs.groups(model), torch.optim.AdamW, lr=1e-2)
+    state = dynadapt.TrainState(model, optimizer)
     model(jobs.tokens(0)).backward()
     state.optimizer.step()
     state.optimizer.zero_grad()
@@ -172,7 +177,7 @@ def _wrapped(kind: str) -> dynadapt.TrainState:
 
 def _false_alarms(rank: int, world: int) -> dict[str, list[str]]:
     found = {}
-    for kind in ("zero3", "ddp", "fsdp1", "fsdp2"):
+    for kind in ("zero3", "ddp", "ddp-owners", "fsdp1", "fsdp2"):
         source, plain = _wrapped(kind), jobs.net(seed=1)
         target = dynadapt.TrainState(plain, jobs.adamw(plain))
         found[kind] = [str(f) for f in points_at_source(source, target)]
@@ -185,7 +190,7 @@ def _false_alarms(rank: int, world: int) -> dict[str, list[str]]:
 def test_what_frameworks_keep_for_themselves(ranks4: Pool) -> None:
     """Reducers, engines and flat parameters are no news; the user's list beside them is."""
     for found in ranks4.run(_false_alarms):
-        for kind in ("zero3", "ddp", "fsdp1", "fsdp2"):
+        for kind in ("zero3", "ddp", "ddp-owners", "fsdp1", "fsdp2"):
             assert found[kind] == [], kind
             (where,) = found[f"{kind} held"]
             assert where.endswith("in local 'held' of _false_alarms()")
