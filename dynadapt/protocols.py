@@ -119,8 +119,8 @@ class Described:
     `coordinate` is the rank's place in its own mesh by role (`dp`, `tp`, `pp`), `files` the paths
     behind file endpoints: endpoint number -> path (then `rows_of` holds their rows). `flat_step`: many
     parameters share one step; of several models, `flat_models` are those of which that holds. Of files,
-    `written` is the text that asks for the same format and layout, and `ordered` says whether the keys
-    are in the model's order.
+    `written` is the text that asks for the same format and layout, `made_by` names the framework that
+    wrote them and its version where they say, and `ordered` says whether the keys are in the model's order.
     """
 
     specs: tuple[KeySpec, ...]
@@ -134,6 +134,7 @@ class Described:
     flat_step: bool = False
     flat_models: tuple[str, ...] = ()
     written: str = ""
+    made_by: str = ""
     ordered: bool = True
     keep: tuple[Any, ...] = ()
 

@@ -106,6 +106,7 @@ def _print(
     steps = ", ".join(f"{step:g}" for step in facts["steps"]) or "none"
     rows = {
         "format": facts["format"] + framework,
+        "made by": facts["made_by"] or "not said",
         "layout": facts["layout"] or "whole tensors",
         "files": f"{facts['files']} with tensors",
         "parameters": f"{facts['parameters']:,}",

@@ -82,6 +82,7 @@ class Checkpoint:
             "path": self.path,
             "format": self.format,
             "framework": behaviour.get("framework", ""),
+            "made_by": self.own.made_by,
             "zero_stage": behaviour.get("zero_stage"),
             "layout": self.own.written.partition("/")[2],
             "files": len(layout.endpoints),

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import sys
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -71,6 +72,7 @@ def test_one_fingerprint_for_all(saved: Path, tmp_path: Path) -> None:
 
 def test_inspect(saved: Path) -> None:
     facts = json.loads(_run("inspect", saved, "--json"))
+    assert facts["made_by"] == f"DeepSpeed {version('deepspeed')}"
     assert (facts["format"], facts["zero_stage"], facts["files"]) == ("deepspeed", 3, 4)
     assert facts["parameters"] == sum(p.numel() for p in set(jobs.net().parameters()))
     assert (facts["steps"], facts["counters"]["global_steps"]) == ([2], 2)

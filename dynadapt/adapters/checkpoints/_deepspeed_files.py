@@ -35,6 +35,7 @@ __all__ = [
     "buffers_of",
     "groups_of",
     "hyper_item",
+    "made_by",
     "model_states",
     "number",
     "optimizer_states",
@@ -251,6 +252,12 @@ def aux_items(common: Mapping[str, Any]) -> list[AuxItem]:
         if name not in known and encodable(value)
     ]
     return items
+
+
+def made_by(common: Mapping[str, Any]) -> str:
+    """The framework and its version, as a file of model states has it."""
+    version = common.get("ds_version")
+    return f"DeepSpeed {version}" if isinstance(version, str) and len(version) < 64 else "DeepSpeed"
 
 
 def _number(value: Any) -> float:

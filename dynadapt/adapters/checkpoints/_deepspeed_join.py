@@ -140,6 +140,7 @@ def joined(parts: Sequence[Described]) -> Described:
         scalars,
         tuple(_items(parts, united)),
         files={endpoint: tuple(rows) for endpoint, rows in files.items()},
+        made_by=parts[0].made_by,
     )
 
 

@@ -18,6 +18,7 @@ from dynadapt.adapters.checkpoints._deepspeed_files import (
     buffers_of,
     groups_of,
     hyper_item,
+    made_by,
     number,
     optimizer_states,
     options_of,
@@ -108,6 +109,7 @@ class Reading(ABC):
             aux,
             files=files,
             written=f"deepspeed/{self.layout}{dtype}",
+            made_by=made_by(self.folder.common),
         )
 
     def _spec(self, key: Key, shape: tuple[int, ...], dtype: str, group: int, **more: Any) -> None:

@@ -126,7 +126,9 @@ class Reading(Chunks):
             raise Refused(self.findings)
         files = {file_endpoint(name): tuple(rows) for name, rows in self.rows.items()}
         return Described(
-            tuple(self.specs.values()), (), self.buffers, self.scalars, tuple(self.aux), files=files
+            *(tuple(self.specs.values()), (), self.buffers, self.scalars, tuple(self.aux)),
+            files=files,
+            made_by="Megatron-Core",
         )
 
     def _model(

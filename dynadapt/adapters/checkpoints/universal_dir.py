@@ -20,6 +20,7 @@ from dynadapt.adapters.checkpoints._deepspeed_files import (
     aux_items,
     groups_of,
     hyper_item,
+    made_by,
     model_states,
     number,
     options_of,
@@ -264,7 +265,12 @@ def _read(root: Path) -> Described:
     aux = [*_optimizer(root, groups), *named, *aux_items(common)]
     rows = {file_endpoint(path): tuple(own) for path, own in files.rows.items()}
     told = tuple(specs.values())
-    return Described(told, (), files.buffers, scalars, tuple(aux), files=rows, written="universal")
+    return Described(
+        *(told, (), files.buffers, scalars, tuple(aux)),
+        files=rows,
+        written="universal",
+        made_by=made_by(common),
+    )
 
 
 def _lost_states(specs: Mapping[Key, KeySpec]) -> list[Finding]:
