@@ -105,7 +105,7 @@ class Run:
                 if self.on_phase is not None:
                     self.on_phase(name)
                 yield
-            except Exception:
+            except BaseException:
                 if self.channel is not None:
                     self.channel.abort()  # peers that wait for this seat need not wait for the vote
                 raise

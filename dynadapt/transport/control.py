@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -138,6 +138,10 @@ class Control:
             raise
         except Exception as caught:
             error = caught
+        except (KeyboardInterrupt, SystemExit) as caught:  # it goes on, but not without a word
+            with suppress(MigrationAborted):
+                self.vote(name, RuntimeError(repr(caught)))
+            raise
         self.vote(name, error, last=last)
 
     def left(self) -> float:

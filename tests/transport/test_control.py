@@ -65,6 +65,27 @@ def test_phases_without_failure_pass(stores: Stores) -> None:
     assert outcomes(stores, 4, seat) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_who_is_interrupted_says_so(stores: Stores, kind: type[BaseException]) -> None:
+    """It raises what it was given, after a vote: else its next call would meet the others in this one."""
+
+    def seat(control: Control) -> Any:
+        try:
+            with control.phase("move"):
+                if control.seat == 1:
+                    raise kind
+        except kind:
+            return "interrupted"
+        return "went on"
+
+    found = outcomes(stores, 3, seat)
+    assert found[1] == "interrupted"
+    for error in (found[0], found[2]):
+        assert isinstance(error, MigrationAborted)
+        assert (error.seat, error.phase) == (1, "move")
+        assert kind.__name__ in str(error)
+
+
 def test_one_failure_is_the_same_error_everywhere(stores: Stores) -> None:
     def seat(control: Control) -> None:
         with control.phase("move"):
