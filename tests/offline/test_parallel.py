@@ -99,16 +99,16 @@ def test_a_tied_tensor_keeps_its_step(jobs: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_other_settings(tmp_path: Path) -> None:
-    stage = {kind: 1 if kind in _parallel.PIPES else 2 for kind in MORE}
-    told = _saved(tmp_path, MORE, stage)
-    for kind, number in stage.items():
-        found = dynadapt.open(tmp_path / kind)
-        assert found.fingerprint() == told[kind]["fingerprint"], kind
-        dynadapt.convert(found, tmp_path / f"{kind} a", f"zero{number}:dp=4")
-        answer = _loaded(kind, number, tmp_path / f"{kind} a")
-        assert answer["on"]["losses"] == told[kind]["on"]["losses"], kind
-        assert differing(answer["on"]["held"], told[kind]["on"]["held"]) == [], kind
+@pytest.mark.parametrize("kind", MORE)
+def test_other_settings(tmp_path: Path, kind: str) -> None:
+    stage = 1 if kind in _parallel.PIPES else 2
+    told = _saved(tmp_path, (kind,), {kind: stage})[kind]
+    dtype = ",dtype=bfloat16" if kind == "tp zero3" else ""  # of which no file has a copy
+    report = dynadapt.convert(tmp_path / kind, tmp_path / "a", f"zero{stage}:dp=4{dtype}")
+    assert report.fingerprint == told["fingerprint"]
+    answer = _loaded(kind, stage, tmp_path / "a")
+    assert answer["on"]["losses"] == told["on"]["losses"]
+    assert differing(answer["on"]["held"], told["on"]["held"]) == []
 
 
 def _without(folder: Path, into: Path, change: Any) -> Path:
