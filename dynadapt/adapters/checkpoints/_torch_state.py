@@ -16,12 +16,20 @@ import numpy as np
 from dynadapt.adapters._hyper import NOT_HYPER
 from dynadapt.adapters.checkpoints._deepspeed_files import number
 from dynadapt.adapters.checkpoints._names import placeholders, tensor_spec
-from dynadapt.adapters.checkpoints._optimizer_kinds import FACTORED, SCALARS, family_of, slots_of
+from dynadapt.adapters.checkpoints._optimizer_kinds import family_of, slots_of
 from dynadapt.adapters.checkpoints._optimizer_names import dealt
 from dynadapt.adapters.checkpoints._pickle import Opaque, Ordered, StoredTensor
 from dynadapt.adapters.checkpoints._plain import lowered
 from dynadapt.adapters.checkpoints._rows import Files
 from dynadapt.adapters.checkpoints._safetensors import read_header, whole_row
+from dynadapt.adapters.checkpoints._torch_groups import (
+    NAMES,
+    are_groups,
+    are_names,
+    hyper_of,
+    is_scalar,
+    shape_of,
+)
 from dynadapt.errors import Finding, Refused
 from dynadapt.files import FileBuffer
 from dynadapt.protocols import AuxItem, Described
@@ -39,13 +47,10 @@ if TYPE_CHECKING:
     from dynadapt.protocols import FileSource
     from dynadapt.vps.layout import Row
 
-__all__ = ["BUFFERS", "EXTRA_STATE", "NAMES", "PLAIN", "StateDicts"]
+__all__ = ["BUFFERS", "EXTRA_STATE", "PLAIN", "StateDicts"]
 
 BUFFERS = "_buffer_names"
 """Beside `_metadata` on a module's state dict: the names that are buffers, which it does not say."""
-
-NAMES = "param_names"
-"""In an optimizer's state dict: for each group the list of its members' names, which it does not say."""
 
 EXTRA_STATE = "_extra_state"
 
@@ -213,7 +218,7 @@ class StateDicts:
     def optimizer(self, file: TorchFile, tree: Mapping[str, Any]) -> None:
         """An optimizer's state dict."""
         groups, state = tree.get("param_groups"), tree.get("state")
-        if not isinstance(state, dict) or not _are_groups(groups):
+        if not isinstance(state, dict) or not are_groups(groups):
             cause = "holds no optimizer's state dict, with 'state' and 'param_groups'"
             raise Refused([Finding("bad-file", file.path, cause)])
         assert isinstance(groups, list)
@@ -232,7 +237,7 @@ class StateDicts:
         self._enrol(dict(members))
         for id_, name in known.items():
             self._state(name, state.get(id_) or {}, file)
-        hypers = [_hyper(group, file) for group in groups]
+        hypers = [hyper_of(group, file) for group in groups]
         self._absent(names, hypers)
         families = {family_of(group) for group in hypers}
         if len(families) == 1 and (family := families.pop()) is not None:
@@ -261,7 +266,7 @@ class StateDicts:
         told: Any = tree.get(NAMES) or [group.get(NAMES) for group in tree["param_groups"]]
         if all(isinstance(id_, str) for own in numbers for id_ in own):
             told = numbers
-        if _are_names(told, numbers):
+        if are_names(told, numbers):
             if told is numbers:
                 self._tie({self.name(name) for own in told for name in own})
             names = [[self.name(name) for name in own] for own in told]
@@ -273,7 +278,7 @@ class StateDicts:
                 raise Refused([Finding("missing-key", lost[0], cause)])
             return names
         state = tree["state"]
-        shapes = [[_shape_of(state.get(id_)) for id_ in own] for own in numbers]
+        shapes = [[shape_of(state.get(id_)) for id_ in own] for own in numbers]
         if (said := self._said(shapes)) is not None:
             return said
         params, order = self._in_order(), self.said.order
@@ -385,7 +390,7 @@ class StateDicts:
         for label, value in entry.items():
             if value is None:
                 continue
-            if isinstance(value, StoredTensor) and not _is_scalar(str(label), value, base.shape):
+            if isinstance(value, StoredTensor) and not is_scalar(str(label), value, base.shape):
                 key = Key(name, str(label))
                 spec = replace(base, key=key, shape=value.shape, dtype=value.dtype, kind="state")
                 self.put(spec, file, value)
@@ -463,52 +468,3 @@ def _view(flat: NDArray[Any], offset: int, shape: Shape, strides: Sequence[int])
     return np.lib.stride_tricks.as_strided(
         bits[offset:], (*shape, bits.shape[1]), (*steps, bits.itemsize), writeable=False
     )
-
-
-def _are_groups(groups: Any) -> bool:
-    return isinstance(groups, list) and all(
-        isinstance(group, dict)
-        and isinstance(group.get("params"), list)
-        and all(type(id_) in (int, str) for id_ in group["params"])
-        for group in groups
-    )
-
-
-def _are_names(told: Any, numbers: Sequence[Sequence[Any]]) -> bool:
-    """Whether these are names for all members of all groups."""
-    return (
-        isinstance(told, list)
-        and len(told) == len(numbers)
-        and all(
-            isinstance(own, list) and len(own) == len(ids)
-            for own, ids in zip(told, numbers, strict=True)
-        )
-        and all(isinstance(name, str) for own in told for name in own)
-    )
-
-
-def _is_scalar(label: str, value: StoredTensor, shape: Shape) -> bool:
-    if label in SCALARS:
-        return True
-    return label not in FACTORED and prod(value.shape) == 1 and value.shape != shape
-
-
-def _shape_of(entry: Any) -> Shape | None:
-    """The shape of the parameter whose state this is, as far as the state tells."""
-    entry = entry if isinstance(entry, dict) else {}
-    tensors = {k: v for k, v in entry.items() if isinstance(v, StoredTensor) and k not in SCALARS}
-    row, column = tensors.get("row_var"), tensors.get("col_var")
-    if row is not None and column is not None and row.shape and column.shape:
-        return (*row.shape[:-1], column.shape[-1])
-    shapes = [tensor.shape for tensor in tensors.values()]
-    return max(shapes, key=lambda shape: (len(shape), prod(shape)), default=None)
-
-
-def _hyper(group: Mapping[str, Any], file: TorchFile) -> dict[str, Any]:
-    """A group's entries but for its members; tensors of one element are numbers."""
-    found = {}
-    for name, value in group.items():
-        plain = number(value, file) if isinstance(value, StoredTensor) else value
-        if name not in {"params", NAMES} and encodable(plain):
-            found[str(name)] = plain
-    return found

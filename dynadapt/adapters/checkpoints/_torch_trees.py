@@ -12,7 +12,8 @@ from dynadapt.adapters.checkpoints._pickle import Ordered, StoredTensor
 from dynadapt.adapters.checkpoints._repickle import tensor
 from dynadapt.adapters.checkpoints._rows import Laid
 from dynadapt.adapters.checkpoints._state_parts import Parts
-from dynadapt.adapters.checkpoints._torch_state import BUFFERS, EXTRA_STATE, NAMES, PLAIN
+from dynadapt.adapters.checkpoints._torch_groups import NAMES
+from dynadapt.adapters.checkpoints._torch_state import BUFFERS, EXTRA_STATE, PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
