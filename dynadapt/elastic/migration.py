@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from dynadapt.elastic import after, before, release, rng
 from dynadapt.elastic.outcome import MigrationReport
 from dynadapt.elastic.peak import Meter, current_device
@@ -41,7 +43,8 @@ def migrate(
     """
     run = Run(session, source, target, settings, on_phase)
     try:
-        return _whole(run)
+        with torch.inference_mode(False):  # states made under the caller's could not be trained on
+            return _whole(run)
     except BaseException as error:
         undo(run, error)
         raise

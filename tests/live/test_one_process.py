@@ -310,3 +310,13 @@ def test_extra_state_of_modules_is_carried() -> None:
     report = dynadapt.migrate(source, target)
     assert target[0].seen == 7
     assert ("user/extra state of 0", "exact") in {(o.path, o.kind) for o in report.outcomes}
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_a_target_made_whole_without_gradients_trains_on(mode: Any) -> None:
+    """States made under `inference_mode` could never be stepped."""
+    source, target = _state(0, _split), _state(1, _split)
+    _train(source)
+    with mode():
+        dynadapt.migrate(source, target)
+    assert _train(target) == _train(source)
