@@ -390,8 +390,8 @@ def _aborted(phase: str, failures: list[tuple[int, dict[str, Any]]]) -> Migratio
 def _blamed(echoes: Sequence[tuple[int, dict[str, Any]]]) -> tuple[int, str, str]:
     """Seat, cause and reason where all have only waited for one another: who is waited for at the end."""
     blames = {seat: ballot for seat, ballot in echoes if ballot["peer"] not in {None, -1}}
-    if not blames:
-        seat, first = echoes[0]
+    if not blames:  # one whose connections failed knows more than one that was told of it
+        seat, first = min(echoes, key=lambda echo: echo[1]["reason"] == "peer-failed")
         return seat, first["cause"], first["reason"]
     seat = min(blames)
     cause, seen = blames[seat]["cause"], {seat}

@@ -15,7 +15,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 from dynadapt.errors import ChannelError, Finding, MigrationAborted, Refused
 from dynadapt.testing.seats import run_threads
 from dynadapt.transport import control as module
-from dynadapt.transport.control import Control, Timeouts
+from dynadapt.transport.control import Control, PeerFailed, Timeouts
 
 Stores = Callable[[int], Any]
 QUICK = Timeouts(vote=0.6, phase=20.0)
@@ -124,6 +124,18 @@ def test_an_echo_does_not_hide_the_cause(stores: Stores) -> None:
     for error in outcomes(stores, 4, seat):
         assert error.seat == 3
         assert error.cause == "ValueError: the cause"
+
+
+def test_who_was_only_told_does_not_hide_who_knows_more(stores: Stores) -> None:
+    def seat(control: Control) -> None:
+        with control.phase("agree"):
+            if control.seat == 2:
+                raise ChannelError("cannot connect the seats: no memory")
+            raise PeerFailed
+
+    for error in outcomes(stores, 3, seat):
+        assert (error.seat, error.reason) == (2, "channel")
+        assert "no memory" in str(error)
 
 
 def test_the_end_of_a_chain_of_waiting_seats_is_blamed(stores: Stores) -> None:
