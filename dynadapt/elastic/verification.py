@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import zipfile
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from isal.isal_zlib import crc32
 
 from dynadapt.elastic.place import read_manifest
 from dynadapt.errors import Finding, Refused
@@ -67,7 +68,7 @@ def _damaged_parts(path: str) -> list[Finding]:
             names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:], "little")
             start, crc = part.header_offset + 30 + names, 0
             for at in range(start, start + part.file_size, PIECE):
-                crc = zlib.crc32(data[at : min(at + PIECE, start + part.file_size)], crc)
+                crc = crc32(data[at : min(at + PIECE, start + part.file_size)], crc)
             if crc != part.CRC:
                 cause = f"its check sum is {crc:08x}, and {part.CRC:08x} is written beside it"
                 fix = "the file has changed since it was written: copy it again"

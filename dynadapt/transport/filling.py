@@ -7,12 +7,12 @@ MiB are slow on some systems.
 from __future__ import annotations
 
 import os
-import zlib
 from dataclasses import dataclass
 from threading import Event, Lock, local
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from isal.isal_zlib import crc32
 
 from dynadapt.errors import Finding, Refused
 from dynadapt.files import FileBuffer, raw_dtype, unwritable
@@ -122,7 +122,7 @@ class Writer:
                         for i in range(0, len(data), WRITE):
                             part = data[i : i + WRITE]
                             _write(fd, part, buffer.offset + at * size + i)
-                            crc = zlib.crc32(part, crc)
+                            crc = crc32(part, crc)
                         total += weighted_sum(piece, box, row.key)
                         at += box.volume
                         read += box.volume * itemsize(pair.source.dtype)
@@ -152,7 +152,7 @@ class Writer:
             data = os.pread(fd, min(self._most, known.done - at), buffer.offset + at)
             if not data:
                 return Progress()
-            crc, at = zlib.crc32(data, crc), at + len(data)
+            crc, at = crc32(data, crc), at + len(data)
         if crc != known.crc:
             return Progress()
         with self._lock:
@@ -171,7 +171,7 @@ class Writer:
             part = memoryview(_ZEROS)[: min(end - at, len(_ZEROS))]
             if not fresh:
                 _write(fd, part, at)
-            crc = zlib.crc32(part, crc)
+            crc = crc32(part, crc)
             at += len(part)
         return crc
 

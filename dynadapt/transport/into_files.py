@@ -7,11 +7,11 @@ The files are there in their full size, and other seats write other parts of the
 from __future__ import annotations
 
 import os
-import zlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from isal.isal_zlib import crc32
 
 from dynadapt.errors import Refused
 from dynadapt.files import FileBuffer, mapped, unwritable
@@ -108,5 +108,5 @@ def crcs_of(buffers: Mapping[str, FileBuffer], seat: int, workers: Sequence[int]
     for name, buffer in buffers.items():
         if acts_for(seat, file_endpoint(name.partition("#")[0]), workers):
             data = mapped(buffer.path)[buffer.offset : buffer.offset + buffer.nbytes]
-            found[name] = zlib.crc32(data)
+            found[name] = crc32(data)
     return found

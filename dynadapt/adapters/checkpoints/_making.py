@@ -9,10 +9,11 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import zlib
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
+
+from isal.isal_zlib import crc32
 
 from dynadapt.adapters.checkpoints._names import leaves
 from dynadapt.adapters.checkpoints._torch_write import Frame, lay_out
@@ -77,7 +78,7 @@ class Making:
         if buffer in known:
             return known[buffer]
         place = self.buffers[buffer]
-        return zlib.crc32(mapped(place.path)[place.offset : place.offset + place.nbytes])
+        return crc32(mapped(place.path)[place.offset : place.offset + place.nbytes])
 
     def seal_torch(
         self,

@@ -8,9 +8,10 @@ headers and check sums, when all else is known. Readers find entries by the dire
 from __future__ import annotations
 
 import struct
-import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from isal.isal_zlib import crc32
 
 from dynadapt.adapters.checkpoints._repickle import write_pickle
 
@@ -129,7 +130,7 @@ class Frame:
         more |= {"data.pkl": pickled, "byteorder": b"little", "version": b"3\n"}
         for name, content in more.items():
             entry = _Entry.after(at, f"{self._name}/{name}", len(content))
-            crc = zlib.crc32(content)
+            crc = crc32(content)
             parts.append((entry.header, entry.local(crc) + content))
             directory += entry.central(crc)
             at, count = entry.offset + len(content), count + 1
