@@ -47,8 +47,9 @@ $(WARM): $(READY)
 demo: setup
 	$(TEST_ENV) $(BIN)/dynadapt demo
 
+# Two processes: most tests wait for ranks or for time to pass.
 test: setup
-	$(TEST_ENV) $(BIN)/python -m pytest
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 nightly: setup
 	$(TEST_ENV) HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m nightly
