@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 # looks further.
 settings.register_profile("default", derandomize=True, deadline=None, max_examples=100)
 settings.register_profile("nightly", derandomize=True, deadline=None, max_examples=2000)
+# Tables are as wide as the terminal, and tests read them wherever they run.
+os.environ["COLUMNS"] = "120"
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
