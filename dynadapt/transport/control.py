@@ -152,6 +152,9 @@ class Control:
         """Say how this seat fared; returns if all fared well, else raises `MigrationAborted`."""
         number = self._voted
         self._voted += 1
+        self._read_by_all = (
+            False  # until it is decided: the others may still be at this phase's messages
+        )
         place = f"vote/{number}"
         try:
             if error is not None:

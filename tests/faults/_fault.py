@@ -60,7 +60,7 @@ INSIDE = (
     ("prepare", "adapter.prepare, done"),
     ("prepare", "park"),
     ("plan", "hash"),
-    ("plan", "store.add"),
+    ("plan", "store.set"),
     ("agree", "channel.open"),
     ("agree", "channel.open, done"),
     ("move", "copy"),
@@ -150,6 +150,12 @@ def every_fault() -> tuple[Fault, ...]:
         if call in {"park", "source"}:  # the copies of a parked source are nobody's to touch
             mode = {"park": "park", "source": "keep"}[call]
         jobs = WIDE_JOBS if (phase == "move" and call) or kind == "memory" else JOBS
+        if call.startswith(
+            "channel.open"
+        ):  # from a plain job nothing moves, and no channel is opened
+            jobs = tuple(job for job in jobs if job[0] != "plain")
+        if call == "adapter.finish, agreed":  # others than these vote after their work
+            jobs = tuple(job for job in jobs if job[1].startswith(("zero1", "zero2")))
         found.append(Fault(kind, phase, call, nth, rank, *jobs[turn % len(jobs)], mode))
         turn += 1
 
@@ -163,7 +169,11 @@ def every_fault() -> tuple[Fault, ...]:
         kinds = ("kill", "stop") if (phase, call) in ALONE else ("raise", "kill", "raise", "delay")
         for at, kind in enumerate(kinds):
             rank, nth = (number + at) % WORLD, 1 + (number + at) % 2
-            nth = 1 if "adapter" in call or "open" in call or call in {"decide", "voted"} else nth
+            nth = (
+                1
+                if "adapter" in call or "open" in call or call in {"decide", "voted", "store.add"}
+                else nth
+            )
             add(kind, phase, call, nth, rank, MODES[(number + at) % len(MODES)])
     for number, (phase, call) in enumerate(FLIPS):
         for rank in range(WORLD):

@@ -74,7 +74,10 @@ def judge(fault: Fault, outcomes: Sequence[Outcome]) -> Verdict:
 CAUSES = {
     "raise": ("on purpose", {"failed"}),
     "delay": ("", {"timeout"}),
-    "stop": ("no sign of it", {"seat-lost"}),
+    "stop": (
+        "",
+        {"seat-lost", "timeout"},
+    ),  # it lives: whether it is missed first, or late, is luck
     "kill": ("no sign of it", {"seat-lost"}),
     "flip": ("", {"certificate", "stale-copy", "replicas-differ"}),
     "memory": ("", {"out-of-memory"}),
@@ -92,7 +95,9 @@ def _said(fault: Fault, victim: int, answer: dict[str, Any]) -> list[str]:
     if fault.takes_source:
         reasons = {"source-lost"}
     if fault.kind == "delay" and fault.call.startswith("channel.open"):
-        cause, reasons, victim = "connecting", {"channel"}, answer["seat"]  # all are held up alike
+        cause, reasons, victim = "connect", {"channel"}, answer["seat"]  # all are held up alike
+    if fault.kind == "stop" and fault.call == "decide":
+        victim = answer["seat"]  # whoever votes last decides: which rank that is, nobody chose
     if cause not in answer["error"] or answer["reason"] not in reasons:
         found.append(f"the cause is not told ({answer['reason']}): {answer['error']}")
     held_up = fault.kind == "delay" and fault.call == "channel.post"
