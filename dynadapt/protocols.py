@@ -30,12 +30,14 @@ __all__ = [
     "Outcome",
     "Posted",
     "TrainState",
+    "Vote",
     "alone",
     "in_model",
     "models_of",
     "modules_of",
     "of_models",
     "parts_of",
+    "watched",
 ]
 
 #: Under these names schedulers keep one value a param group.
@@ -297,6 +299,32 @@ Agree = Callable[[], None]
 
 def alone() -> None:
     """The vote of a rank that is on its own."""
+
+
+@dataclass(frozen=True)
+class Vote:
+    """An `Agree` that also runs what a framework's own collective may hold up: see `watched`."""
+
+    hold: Callable[[], None]
+    watching: Callable[[Callable[[], None]], None]
+
+    def __call__(self) -> None:
+        self.hold()
+
+
+def watched(agree: Agree, work: Callable[[], None]) -> None:
+    """Do `work`, which communicates over a framework's own group, once all have agreed.
+
+    In a migration it raises when another rank is gone, and does not wait for the group's time limit; the
+    work may then still go on in a thread of its own.
+
+    >>> watched(alone, lambda: print("gathered"))
+    gathered
+    """
+    if isinstance(agree, Vote):
+        agree.watching(work)
+    else:
+        work()
 
 
 @runtime_checkable

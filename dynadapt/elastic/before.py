@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.elastic import checks, drift, memory
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from dynadapt.elastic.run import Run
-    from dynadapt.protocols import Channel, Described
+    from dynadapt.protocols import Described
     from dynadapt.vps.keys import Key
 
 __all__ = ["agree", "make_plan", "prologue"]
@@ -269,19 +267,8 @@ def agree(run: Run) -> None:
     on_cuda = all(device.startswith("cuda") for device in devices)
     run.wire_device = mine["device"] if on_cuda else "cpu"
     if any(report["pairs"] for report in told.values()):
-        run.channel = _open_channel(run)
-
-
-def _open_channel(run: Run) -> Channel:
-    """Connect the seats, in a thread: connecting cannot be interrupted, and a seat may have failed."""
-    opened: Future[Channel] = Future()
-
-    def connect() -> None:
-        try:
-            opened.set_result(run.session.channel(run.number, run.wire_device, run.control.left()))
-        except BaseException as error:
-            opened.set_exception(error)
-
-    Thread(target=connect, daemon=True).start()
-    run.control.watch(opened.done, "connecting the seats")
-    return opened.result()
+        # in a thread: connecting cannot be interrupted, and a seat may have failed
+        run.channel = run.control.during(
+            lambda: run.session.channel(run.number, run.wire_device, run.control.left()),
+            "connecting the seats",
+        )

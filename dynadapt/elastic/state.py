@@ -10,7 +10,7 @@ from dynadapt.elastic.naming import renamed
 from dynadapt.elastic.parked import is_parked
 from dynadapt.elastic.side import Side, unite
 from dynadapt.errors import Finding, MigrationAborted, Refused
-from dynadapt.protocols import TrainState
+from dynadapt.protocols import TrainState, Vote
 from dynadapt.registry import adapter_for
 from dynadapt.transport.certificate import fingerprint
 from dynadapt.transport.certify import count
@@ -95,7 +95,7 @@ def fingerprint_of(session: Session, x: Any, settings: Settings) -> str:
 
 
 @contextmanager
-def ballot(control: Control, phase: str) -> Iterator[Callable[[], None]]:
+def ballot(control: Control, phase: str) -> Iterator[Vote]:
     """A vote inside a phase: an adapter calls it before it communicates or changes anything.
 
     It is held once on every seat: by the adapter, or here when the adapter did without or failed first.
@@ -109,7 +109,9 @@ def ballot(control: Control, phase: str) -> Iterator[Callable[[], None]]:
             control.vote(phase)
 
     try:
-        yield agree
+        yield Vote(
+            agree, lambda work: control.during(_like_here(work), "a gather of the target's own")
+        )
     except MigrationAborted:
         raise
     except Exception as error:
@@ -118,6 +120,21 @@ def ballot(control: Control, phase: str) -> Iterator[Callable[[], None]]:
             control.vote(phase, error)
         raise
     agree()
+
+
+def _like_here(work: Callable[[], None]) -> Callable[[], None]:
+    """The same for another thread: on the device that is current here."""
+    import torch
+
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return work
+    device = torch.cuda.current_device()
+
+    def there() -> None:
+        torch.cuda.set_device(device)
+        work()
+
+    return there
 
 
 def parked_findings(where: str, x: Any) -> list[Finding]:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import json
 import threading
 import time
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 __all__ = ["Control", "Timeouts"]
+
+T = TypeVar("T")
 
 _PIECE = 8 << 20
 """Bytes of one value in the store; longer messages are cut."""
@@ -299,6 +302,20 @@ class Control:
                 raise ChannelError(f"seat {gone[0]} is gone: {what}", peer=gone[0])
             if time.monotonic() > self._began + self.timeouts.phase:
                 raise ChannelError(f"{what} took longer than {self.timeouts.phase:g} s")
+
+    def during(self, work: Callable[[], T], what: str) -> T:
+        """Do what cannot be interrupted, in a thread, and `watch` it."""
+        ended: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                ended.set_result(work())
+            except BaseException as error:
+                ended.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        self.watch(ended.done, what)
+        return ended.result()
 
     def close(self) -> None:
         """Stop the heartbeat and take this seat's messages out of the store. After the last vote.

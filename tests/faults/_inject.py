@@ -21,6 +21,7 @@ import torch
 
 from dynadapt.elastic import before, parked, release
 from dynadapt.elastic.worlds import current_session
+from dynadapt.protocols import Vote
 from dynadapt.registry import adapter_for
 from dynadapt.transport import certify, control, executor
 from tests import _ranks
@@ -262,7 +263,7 @@ class _Adapter(_Wrapped):
                 agree()
                 self._injector.called(f"adapter.{name}, agreed")
 
-            return both
+            return Vote(both, agree.watching) if isinstance(agree, Vote) else both
 
         *first, last = args
         self._injector.called(f"adapter.{name}")

@@ -269,6 +269,24 @@ def test_a_seat_that_is_stuck_is_lost_after_the_phase_timeout(stores: Stores) ->
         assert (error.seat, error.reason) == (1, "timeout")
 
 
+def test_who_waits_in_what_cannot_be_interrupted_hears_of_a_failure(stores: Stores) -> None:
+    freed = threading.Event()
+
+    def seat(control: Control) -> int:
+        with control.phase("finish"):
+            if control.seat == 1:
+                raise ValueError("the cause")
+            assert control.during(lambda: 7, "what ends") == 7
+            control.during(freed.wait, "a gather of others")
+        return 0
+
+    try:
+        for error in outcomes(stores, 3, seat):
+            assert (error.seat, error.cause) == (1, "ValueError: the cause")
+    finally:
+        freed.set()
+
+
 def test_a_late_seat_adopts_the_decision(stores: Stores) -> None:
     decided = threading.Event()
 

@@ -44,7 +44,7 @@ from dynadapt.adapters.live._deepspeed_pipe import buffers_of, is_pipeline, plac
 from dynadapt.adapters.live._deepspeed_support import view_of
 from dynadapt.adapters.live._deepspeed_undo import Before
 from dynadapt.errors import Finding, Refused
-from dynadapt.protocols import AuxItem, Described, Outcome, TrainState, alone
+from dynadapt.protocols import AuxItem, Described, Outcome, TrainState, alone, watched
 from dynadapt.vps.box import Box
 from dynadapt.vps.keys import Key, KeySpec
 
@@ -172,7 +172,9 @@ class DeepSpeedZeroAdapter:
         outcomes += apply_user(user, aux)
         if view.communicates:
             agree()
-        view.renew()
+            watched(agree, view.renew)
+        else:
+            view.renew()
         _others.put(engine, known_globals())
         put_in_force(engine)
         return tuple(outcomes)

@@ -17,7 +17,17 @@ from dynadapt.adapters._beside import Beside
 from dynadapt.adapters._knobs import remembered
 from dynadapt.adapters.live._torch_aux import apply_counters
 from dynadapt.errors import DynadaptError, Finding, Refused
-from dynadapt.protocols import AuxItem, Described, Outcome, TrainState, alone, in_model, models_of
+from dynadapt.protocols import (
+    AuxItem,
+    Described,
+    Outcome,
+    TrainState,
+    Vote,
+    alone,
+    in_model,
+    models_of,
+    watched,
+)
 from dynadapt.registry import adapter_for
 from dynadapt.vps.keys import Key
 
@@ -248,7 +258,7 @@ def _nested(models: Sequence[_Model], call: Callable[[_Model, Agree], None], agr
                 raise
 
     try:
-        call(first, vote)
+        call(first, Vote(vote, lambda work: watched(agree, work)))
     except Refused as refused:
         if refused in passed:
             raise
