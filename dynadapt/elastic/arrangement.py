@@ -178,6 +178,12 @@ def _as_configured(own: Described, target: FileTarget) -> FileTarget:
             options[option] = "true"
         elif option not in options and type(value) in {int, float} and 1 <= value < 1e15:
             options[option] = str(int(value))
+    copies = (
+        s.key.slot == "compute" or not s.trainable for s in own.specs if s.kind == "parameter"
+    )
+    low = known.get("precision") in {"bfloat16", "float16"} if isinstance(known, dict) else False
+    if target.layout.kind in _SETTINGS and low and isinstance(known, dict) and not any(copies):
+        options.setdefault("dtype", known["precision"])  # stage 3 keeps no copy that would tell it
     return replace(target, layout=replace(target.layout, options=options))
 
 
