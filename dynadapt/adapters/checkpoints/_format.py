@@ -11,11 +11,12 @@ from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import Described, FileSource, FileTarget, alone
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from dynadapt.protocols import Agree
+    from dynadapt.protocols import Agree, AuxItem, Outcome
+    from dynadapt.vps.keys import KeySpec
 
-__all__ = ["Format", "in_order", "named_folder"]
+__all__ = ["Format", "ReadOnly", "in_order", "named_folder"]
 
 _MALFORMED = (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError)
 """What reading a value of another type or size than it should have ends in. Readers look for what is
@@ -66,6 +67,30 @@ class Format:
 
     def abandon(self, x: Any) -> None:
         """Whoever made the folder removes it."""
+
+
+class ReadOnly(Format):
+    """A format that is read, not written: `instead` says `what` is not written and the way out."""
+
+    instead: tuple[str, str]
+
+    def prepare(self, x: FileTarget, keys: tuple[KeySpec, ...]) -> Described:
+        """Raises `Refused`."""
+        what, fix = self.instead
+        cause = f"{what} are read, not written"
+        raise Refused([Finding("unsupported-format", self.name, cause, fix)])
+
+    def finish(
+        self,
+        x: FileTarget,
+        keys: tuple[KeySpec, ...],
+        scalars: Mapping[str, Mapping[str, int | float]],
+        aux: Mapping[str, AuxItem],
+        agree: Agree = alone,
+    ) -> tuple[Outcome, ...]:
+        """Never reached: `prepare` refuses."""
+        agree()
+        return ()
 
 
 def _by_first_name(own: Described) -> Described:

@@ -8,25 +8,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dynadapt.adapters.checkpoints._format import Format
+from dynadapt.adapters.checkpoints._format import ReadOnly
 from dynadapt.adapters.checkpoints._fsdp_read import rank_files, read_ranks
-from dynadapt.errors import Finding, Refused
-from dynadapt.protocols import alone
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
-    from dynadapt.protocols import Agree, AuxItem, Described, FileSource, FileTarget, Outcome
-    from dynadapt.vps.keys import KeySpec
+    from dynadapt.protocols import Described, FileSource
 
 __all__ = ["FsdpFiles"]
 
 
-class FsdpFiles(Format):
+class FsdpFiles(ReadOnly):
     """Reads a folder with a file, or several, of every rank."""
 
     name = "fsdp"
+    instead = ("files of each rank", "write dcp/fsdp2:dp=N")
 
     @staticmethod
     def holds(path: Path) -> bool:
@@ -36,20 +33,3 @@ class FsdpFiles(Format):
     def read(self, path: Path, said: FileSource) -> Described:
         """See `Format.describe`."""
         return read_ranks(path, said)
-
-    def prepare(self, x: FileTarget, keys: tuple[KeySpec, ...]) -> Described:
-        """Raises `Refused`."""
-        cause, fix = "files of each rank are read, not written", "write dcp/fsdp2:dp=N"
-        raise Refused([Finding("unsupported-format", self.name, cause, fix)])
-
-    def finish(
-        self,
-        x: FileTarget,
-        keys: tuple[KeySpec, ...],
-        scalars: Mapping[str, Mapping[str, int | float]],
-        aux: Mapping[str, AuxItem],
-        agree: Agree = alone,
-    ) -> tuple[Outcome, ...]:
-        """Never reached: `prepare` refuses."""
-        agree()
-        return ()

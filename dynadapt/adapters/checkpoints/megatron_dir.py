@@ -9,18 +9,15 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from dynadapt.adapters.checkpoints._format import Format
+from dynadapt.adapters.checkpoints._format import ReadOnly
 from dynadapt.adapters.checkpoints._megatron_read import COMMON, Reading
 from dynadapt.errors import Finding, Refused
 from dynadapt.files import mapped
-from dynadapt.protocols import alone
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
-    from dynadapt.protocols import Agree, AuxItem, Described, FileSource, FileTarget, Outcome
-    from dynadapt.vps.keys import KeySpec
+    from dynadapt.protocols import Described, FileSource
 
 __all__ = ["MegatronDir"]
 
@@ -29,10 +26,14 @@ _LATEST = "latest_checkpointed_iteration.txt"
 _LEGACY = "model_optim_rng.pt"
 
 
-class MegatronDir(Format):
+class MegatronDir(ReadOnly):
     """Reads a folder that Megatron-Core's `dist_checkpointing.save` wrote, or the one above it."""
 
     name = "megatron"
+    instead = (
+        "checkpoints of Megatron-Core",
+        "write dcp, which Megatron's converters and torch read",
+    )
 
     @staticmethod
     def holds(path: Path) -> bool:
@@ -53,24 +54,6 @@ class MegatronDir(Format):
             fix = "load it in Megatron and save it with --ckpt-format torch_dist"
             raise Refused([Finding("unsupported-format", str(root), cause, fix)])
         return Reading(root, said).described()
-
-    def prepare(self, x: FileTarget, keys: tuple[KeySpec, ...]) -> Described:
-        """Raises `Refused`."""
-        cause = "checkpoints of Megatron-Core are read, not written"
-        fix = "write dcp, which Megatron's converters and torch read"
-        raise Refused([Finding("unsupported-format", self.name, cause, fix)])
-
-    def finish(
-        self,
-        x: FileTarget,
-        keys: tuple[KeySpec, ...],
-        scalars: Mapping[str, Mapping[str, int | float]],
-        aux: Mapping[str, AuxItem],
-        agree: Agree = alone,
-    ) -> tuple[Outcome, ...]:
-        """Never reached: `prepare` refuses."""
-        agree()
-        return ()
 
 
 def _folder(path: Path) -> Path | None:
