@@ -167,7 +167,8 @@ def _as_configured(own: Described, target: FileTarget) -> FileTarget:
     """
     behaviour = _item(own, "behaviour")
     known = behaviour.value if behaviour is not None else None
-    config = known.get("config") if isinstance(known, dict) else None
+    known = known if isinstance(known, dict) else {}
+    config = known.get("config")
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     if target.layout is None or not isinstance(zero, dict):
         return target
@@ -178,12 +179,12 @@ def _as_configured(own: Described, target: FileTarget) -> FileTarget:
             options[option] = "true"
         elif option not in options and type(value) in {int, float} and 1 <= value < 1e15:
             options[option] = str(int(value))
-    copies = (
+    copied = any(
         s.key.slot == "compute" or not s.trainable for s in own.specs if s.kind == "parameter"
     )
-    low = known.get("precision") in {"bfloat16", "float16"} if isinstance(known, dict) else False
-    if target.layout.kind in _SETTINGS and low and isinstance(known, dict) and not any(copies):
-        options.setdefault("dtype", known["precision"])  # stage 3 keeps no copy that would tell it
+    precision = known.get("precision")
+    if target.layout.kind in _SETTINGS and precision in {"bfloat16", "float16"} and not copied:
+        options.setdefault("dtype", precision)  # stage 3 keeps no copy that would tell it
     return replace(target, layout=replace(target.layout, options=options))
 
 
