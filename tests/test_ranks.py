@@ -22,7 +22,9 @@ def _sum_of_ranks(rank: int, world_size: int, offset: int) -> tuple[int, int, fl
 
 
 def _raise_on_one(rank: int, world_size: int) -> None:
+    _ranks.store().set(f"here{rank}", "yes")
     if rank == 1:
+        _ranks.store().wait(["here0"])  # else a slow peer may still be on its way
         raise ValueError("this rank has had enough")
     _sum_of_ranks(rank, world_size, 0)
 
@@ -36,6 +38,7 @@ def _exit_on_one(rank: int, world_size: int) -> None:
 
 def _sleep_on_one(rank: int, world_size: int) -> None:
     if rank == 1:
+        _ranks.store().set("asleep", "yes")
         time.sleep(600)
 
 
@@ -136,7 +139,7 @@ def test_a_run_leaves_no_traces(ranks2: _ranks.Pool) -> None:
 
 def test_an_error_on_one_rank_reaches_the_parent(ranks2: _ranks.Pool) -> None:
     with pytest.raises(_ranks.RanksFailedError, match="rank 1: ValueError: this rank has had") as e:
-        ranks2.run(_raise_on_one, timeout=60, grace=1)
+        ranks2.run(_raise_on_one, timeout=60, grace=5)
     assert "in _raise_on_one" in e.value.outcomes[1].detail
     # The peer was stuck in a collective: it is ended, and says where it was.
     assert e.value.outcomes[0].error == "did not answer in time"
@@ -153,10 +156,11 @@ def test_a_dead_rank_is_reported_and_the_pool_recovers(ranks2: _ranks.Pool) -> N
 
 def test_a_timeout_shows_where_the_rank_is() -> None:
     with _ranks.spawn_fresh(2) as ranks:
-        ranks.run(_sum_of_ranks, 0)
-        with pytest.raises(_ranks.RanksFailedError, match="rank 1: did not answer") as e:
-            ranks.run(_sleep_on_one, timeout=2)
-    assert "_sleep_on_one" in e.value.outcomes[1].detail
+        ranks.start(_sleep_on_one)
+        ranks.store.wait(["asleep"])
+        slept = ranks.outcomes(timeout=1)[1]
+    assert (slept.rank, slept.error) == (1, "did not answer in time")
+    assert "_sleep_on_one" in slept.detail
 
 
 def test_survivors_of_a_kill_answer() -> None:
