@@ -164,7 +164,9 @@ def plan(
     dtype: str | None = None,
     keep_dtype: Sequence[str] = (),
     max_shard_size: int | None = None,
+    verify: bool = True,
     threads: int = 2,
+    max_memory: int | None = None,
 ) -> ConversionPlan:
     """What `convert` with the same arguments would do: bytes, files, memory, seconds. Writes nothing.
 
@@ -177,6 +179,7 @@ def plan(
     >>> found.bytes_read, found.bytes_state, found.files
     (12, 12, 1)
     """
+    budget = Budget.of(max_memory)
     like = None if like is None else _opened(like)
     known = arrangement.known_of(model, like)
     wanted, chosen = _wanted(
@@ -193,7 +196,9 @@ def plan(
         wanted,
         selection=chosen,
         narrow=_narrow(dtype),
+        verify=verify,
         threads=threads,
+        budget=budget,
     )
 
 

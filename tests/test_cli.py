@@ -105,17 +105,28 @@ def test_commands_and_options() -> None:
         "fingerprint": ["--json", "--model", "--order", "--workers", "path"],
         "inspect": ["--filter", "--json", "--model", "--order", "--shards", "--summary", "path"],
         "plan": [
+            "--add-prefix",
             "--budget",
+            "--dtype",
+            "--exclude",
             "--experts",
             "--from",
+            "--include",
             "--json",
+            "--keep-dtype",
             "--like",
             "--links",
+            "--max-memory",
+            "--max-shard-size",
             "--model",
             "--optimizer",
             "--order",
+            "--strip-prefix",
             "--to",
             "--tp-plan",
+            "--verify",
+            "--weights-only",
+            "--workers",
             "checkpoint",
         ],
         "show": [
@@ -184,6 +195,7 @@ def test_a_plan_says_what_is_wrong_with_its_words(tmp_path: Path) -> None:
         ("--budget", "much", "not a size"),
         ("--optimizer", "lion", "adamw"),
         ("--experts", "some", "stacked or listed"),
+        ("--dtype", "bf16", "there is no SRC"),
     ):
         words = [word for pair in {**good, option: value}.items() for word in pair]
         ran = _run("plan", *words)

@@ -1,26 +1,22 @@
-"""The options that say how a target is laid out."""
+"""The options that say which conversion is meant: declared once, for the commands that do it or plan it."""
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import dataclass, fields
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-__all__ = ["LikeOption", "ModelOption", "OrderOption", "ToOption", "arrangement_of", "said_of"]
+from dynadapt.cli._options import Globs, WeightsOption, WorkersOption, size_of
 
-ToOption = Annotated[
-    str | None,
-    typer.Option(
-        "--to",
-        metavar="SPEC",
-        help="A format, a layout, or both: safetensors, zero3:dp=4, dcp/fsdp2:dp=2.",
-    ),
-]
-LikeOption = Annotated[
-    Path | None,
-    typer.Option(help="A checkpoint whose format, layout, order and groups are wanted."),
-]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Conversion", "ModelOption", "OrderOption", "said_of", "takes_conversion"]
+
 ModelOption = Annotated[
     str | None,
     typer.Option(help="A Hugging Face folder or config.json, or a JSON listing: parameter order."),
@@ -31,9 +27,86 @@ OrderOption = Annotated[
 ]
 
 
-def arrangement_of(like: Path | None, model: str | None, order: Path | None) -> dict[str, Any]:
-    """The arguments of `offline.convert` and `offline.plan` that these options mean."""
-    return {"like": like, **said_of(model, order)}
+@dataclass(frozen=True)
+class Conversion:
+    """All that changes what is written, or what that takes. Each field is an option."""
+
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--to",
+            metavar="SPEC",
+            help="A format, a layout, or both: safetensors, zero3:dp=4, dcp/fsdp2:dp=2.",
+        ),
+    ] = None
+    like: Annotated[
+        Path | None,
+        typer.Option(help="A checkpoint whose format, layout, order and groups are wanted."),
+    ] = None
+    model: ModelOption = None
+    order: OrderOption = None
+    include: Globs = None
+    exclude: Globs = None
+    strip_prefix: Annotated[str, typer.Option(help="Taken off every name that has it.")] = ""
+    add_prefix: Annotated[str, typer.Option(help="Put before every name.")] = ""
+    weights_only: WeightsOption = False
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Of the weights that are written, e.g. bf16; not of ZeRO's masters."),
+    ] = None
+    keep_dtype: Annotated[
+        list[str] | None, typer.Option(help="Globs of names that --dtype leaves alone.")
+    ] = None
+    max_shard_size: Annotated[str, typer.Option(help="Of a safetensors file.")] = "5GB"
+    workers: WorkersOption = 2
+    max_memory: Annotated[
+        str | None, typer.Option(help="Beside what the interpreter holds, e.g. 256MiB.")
+    ] = None
+    verify: Annotated[bool, typer.Option(help="Read everything back and compare.")] = True
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `offline.convert` and `offline.plan` that these options mean."""
+        return {
+            "to": self.to,
+            "like": self.like,
+            **said_of(self.model, self.order),
+            "include": self.include or (),
+            "exclude": self.exclude or (),
+            "strip_prefix": self.strip_prefix,
+            "add_prefix": self.add_prefix,
+            "weights_only": self.weights_only,
+            "dtype": self.dtype,
+            "keep_dtype": self.keep_dtype or (),
+            "max_shard_size": size_of(self.max_shard_size),
+            "threads": self.workers,
+            "max_memory": None if self.max_memory is None else size_of(self.max_memory),
+            "verify": self.verify,
+        }
+
+
+def takes_conversion(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose parameter `wanted` is given as the options of `Conversion`, in its place."""
+    hints = get_type_hints(Conversion, include_extras=True)
+    own = get_type_hints(command, include_extras=True)
+    options = [
+        inspect.Parameter(
+            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name]
+        )
+        for f in fields(Conversion)
+    ]
+    parameters: list[inspect.Parameter] = []
+    for each in inspect.signature(command).parameters.values():
+        taken = each.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=own[each.name])
+        parameters += options if each.name == "wanted" else [taken]
+
+    @wraps(command)
+    def spread(**given: Any) -> None:
+        wanted = Conversion(**{option.name: given.pop(option.name) for option in options})
+        command(wanted=wanted, **given)
+
+    spread.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    spread.__annotations__ = {each.name: each.annotation for each in parameters}
+    return spread
 
 
 def said_of(model: str | None, order: Path | None) -> dict[str, Any]:

@@ -11,44 +11,21 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from dynadapt.cli._arrange import LikeOption, ModelOption, OrderOption, ToOption, arrangement_of
-from dynadapt.cli._files import WorkersOption
+from dynadapt.cli._arrange import Conversion, takes_conversion
 from dynadapt.cli._interrupt import interruptible
 from dynadapt.cli._options import JsonOption
 
 if TYPE_CHECKING:
     from dynadapt.elastic.conversion import ConversionReport
 
-__all__ = ["Globs", "convert"]
-
-Globs = Annotated[list[str] | None, typer.Option(help="Glob over tensor names; may be repeated.")]
+__all__ = ["convert"]
 
 
+@takes_conversion
 def convert(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint to read.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="Where to write; must not exist.")],
-    to: ToOption = None,
-    like: LikeOption = None,
-    model: ModelOption = None,
-    order: OrderOption = None,
-    include: Globs = None,
-    exclude: Globs = None,
-    strip_prefix: Annotated[str, typer.Option(help="Taken off every name that has it.")] = "",
-    add_prefix: Annotated[str, typer.Option(help="Put before every name.")] = "",
-    weights_only: Annotated[bool, typer.Option("--weights-only", help="No optimizer.")] = False,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="Of the weights that are written, e.g. bf16; not of ZeRO's masters."),
-    ] = None,
-    keep_dtype: Annotated[
-        list[str] | None, typer.Option(help="Globs of names that --dtype leaves alone.")
-    ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Of a safetensors file.")] = "5GB",
-    workers: WorkersOption = 2,
-    max_memory: Annotated[
-        str | None, typer.Option(help="Beside what the interpreter holds, e.g. 256MiB.")
-    ] = None,
-    verify: Annotated[bool, typer.Option(help="Read everything back and compare.")] = True,
+    wanted: Conversion,
     force: Annotated[bool, typer.Option("--force", help="Replace DST if it exists.")] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue what was interrupted or killed, if anything.")
@@ -69,7 +46,6 @@ def convert(
     )
 
     from dynadapt import offline
-    from dynadapt.cli._plan import size_of
 
     rank, world = (int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1)))
     console = Console(stderr=True)
@@ -83,21 +59,9 @@ def convert(
         report = offline.convert(
             source,
             target,
-            to,
-            **arrangement_of(like, model, order),
-            include=include or (),
-            exclude=exclude or (),
-            strip_prefix=strip_prefix,
-            add_prefix=add_prefix,
-            weights_only=weights_only,
-            dtype=dtype,
-            keep_dtype=keep_dtype or (),
-            max_shard_size=size_of(max_shard_size),
-            verify=verify,
+            **wanted.arguments(),
             force=force,
             resume=resume,
-            threads=workers,
-            max_memory=None if max_memory is None else size_of(max_memory),
             ranks=(rank, world),
             on_bytes=lambda done, total: bar.update(task, completed=done, total=total),
         )

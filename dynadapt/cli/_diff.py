@@ -13,10 +13,8 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from dynadapt.cli._arrange import ModelOption, OrderOption, said_of
-from dynadapt.cli._convert import Globs
 from dynadapt.cli._diff_page import page_of
-from dynadapt.cli._files import WorkersOption
-from dynadapt.cli._options import JsonOption
+from dynadapt.cli._options import Globs, JsonOption, WeightsOption, WorkersOption
 from dynadapt.errors import DynadaptError
 
 if TYPE_CHECKING:
@@ -38,7 +36,7 @@ def diff(
     order: OrderOption = None,
     include: Globs = None,
     exclude: Globs = None,
-    weights_only: Annotated[bool, typer.Option("--weights-only", help="No optimizer.")] = False,
+    weights_only: WeightsOption = False,
     ignore_missing: Annotated[
         bool, typer.Option("--ignore-missing", help="Compare what both hold.")
     ] = False,

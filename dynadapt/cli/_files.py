@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from dynadapt.cli._arrange import ModelOption, OrderOption, said_of
-from dynadapt.cli._options import JsonOption
+from dynadapt.cli._options import JsonOption, WorkersOption
 
 if TYPE_CHECKING:
     from dynadapt.elastic.checkpoint import Checkpoint
@@ -23,7 +23,6 @@ __all__ = ["fingerprint", "inspect", "verify"]
 PathArgument = Annotated[
     Path, typer.Argument(metavar="PATH", help="A checkpoint: a folder or a file.")
 ]
-WorkersOption = Annotated[int, typer.Option(help="Threads that read and write.", min=1, max=64)]
 
 
 def inspect(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,8 +13,8 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from dynadapt.cli._arrange import LikeOption, OrderOption, arrangement_of
-from dynadapt.cli._options import JsonOption
+from dynadapt.cli._arrange import Conversion, takes_conversion
+from dynadapt.cli._options import JsonOption, size_of
 from dynadapt.errors import DynadaptError
 
 if TYPE_CHECKING:
@@ -23,29 +23,27 @@ if TYPE_CHECKING:
     from dynadapt.vps.model_shape import ModelShape, State
     from dynadapt.vps.tp_rules import TpRules
 
-__all__ = ["plan", "size_of"]
+__all__ = ["plan"]
 
-UNITS = {"": 1, "b": 1, "kb": 1000, "mb": 1000**2, "gb": 1000**3}
-UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+OF_MODELS = {"source", "links", "budget", "tp_plan", "experts", "optimizer"}
+"""Options of a plan without SRC."""
+
+OF_CHECKPOINTS = {each.name for each in fields(Conversion)} - {"to", "model"}
+"""Options of a plan of SRC."""
 
 
+@takes_conversion
 def plan(
+    context: typer.Context,
     checkpoint: Annotated[
         Path | None,
         typer.Argument(metavar="[SRC]", help="A checkpoint: plan its conversion instead."),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="A Hugging Face folder or config.json, or a JSON listing of tensors."),
-    ] = None,
+    *,
+    wanted: Conversion,
     source: Annotated[
         str | None, typer.Option("--from", help="Layout now, e.g. zero3:dp=128.")
     ] = None,
-    target: Annotated[
-        str | None, typer.Option("--to", help="Layout wanted, e.g. ddp:dp=16,tp=8.")
-    ] = None,
-    like: LikeOption = None,
-    order: OrderOption = None,
     links: Annotated[
         str, typer.Option(help="h100, a800, flat-200g or ethernet-25g: hosts of 8, but for flat.")
     ] = "h100",
@@ -63,21 +61,20 @@ def plan(
 ) -> None:
     """Plan a change of layout and price it on a cluster's links; nothing is loaded or written.
 
-    With SRC, a checkpoint, say what `convert SRC DST --to` would read, write and hold. Without it, every
-    rank's plan is made up to 256 ranks, a sample's beyond. Times leave out what a framework does before
-    and after the move.
+    With SRC, a checkpoint, say what `convert SRC DST` with the same options would read, write and hold.
+    Without it, every rank's plan is made up to 256 ranks, a sample's beyond. Times leave out what a
+    framework does before and after the move.
     """
     from dynadapt.adapters.model_shapes import read_model
     from dynadapt.transport.simulate import simulate
     from dynadapt.vps.declare import declare
     from dynadapt.vps.tp_rules import read_rules
 
+    _alone(context, checkpoint is not None)
     if checkpoint is not None:
-        if source is not None:
-            cause = "--from: a checkpoint says its own layout"
-            raise DynadaptError(cause, reason="bad-argument")
-        _of_checkpoint(checkpoint, target, arrangement_of(like, model, order), as_json)
+        _of_checkpoint(checkpoint, wanted, as_json)
         return
+    model, target = wanted.model, wanted.to
     if model is None or source is None or target is None:
         cause = "give SRC and --to, or --model, --from and --to"
         raise DynadaptError(cause, reason="bad-argument")
@@ -117,19 +114,30 @@ def plan(
     _print(console, facts, _whole(shape, rules, layouts))
 
 
-def _of_checkpoint(
-    source: Path, to: str | None, arrangement: dict[str, Any], as_json: bool
-) -> None:
+def _alone(context: typer.Context, of_checkpoint: bool) -> None:
+    """Refuse what was given and would be of no effect."""
+    of, why = (
+        (OF_MODELS, "SRC is a checkpoint, which says its own layout, and no cluster is asked for")
+        if of_checkpoint
+        else (OF_CHECKPOINTS, "it is of a conversion, and there is no SRC")
+    )
+    for param in context.command.params:
+        given = context.get_parameter_source(param.name or "")
+        if param.name in of and given is not None and given.name != "DEFAULT":
+            raise DynadaptError(f"{param.opts[0]}: {why}", reason="bad-argument")
+
+
+def _of_checkpoint(source: Path, wanted: Conversion, as_json: bool) -> None:
     """A conversion that is not done."""
     from dynadapt import offline
     from dynadapt.elastic.outcome import human
 
-    found = offline.plan(source, to, **arrangement)
+    found = offline.plan(source, **wanted.arguments())
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=2))
         return
-    wanted = f"{found.format}/{found.layout}" if found.layout else found.format
-    table = Table("", "", show_header=False, title=escape(f"{source} -> {wanted}"))
+    what = f"{found.format}/{found.layout}" if found.layout else found.format
+    table = Table("", "", show_header=False, title=escape(f"{source} -> {what}"))
     for name, text in (
         ("read", human(found.bytes_read)),
         ("of the source's state", human(found.bytes_state)),
@@ -157,14 +165,6 @@ def _states(optimizer: str) -> tuple[State, ...]:
             f"--optimizer {optimizer}: give one of {', '.join(known)}", reason="bad-argument"
         )
     return known[optimizer]
-
-
-def size_of(text: str) -> int:
-    """`512MiB`, `1GB` or a plain number as bytes; raises `DynadaptError` (`bad-argument`)."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
-    if found is None or found[2].lower() not in UNITS:
-        raise DynadaptError(f"{text!r} is not a size such as 512MiB", reason="bad-argument")
-    return int(float(found[1]) * UNITS[found[2].lower()])
 
 
 def _bytes(text: str) -> int:

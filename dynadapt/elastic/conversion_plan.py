@@ -6,10 +6,9 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from dynadapt.elastic.budget import thread_bytes
+from dynadapt.elastic.budget import Budget, thread_bytes
 from dynadapt.elastic.conversion import chosen_of, laid_out, left_out
 from dynadapt.transport.certificate import weighted_sum
-from dynadapt.transport.stream import PIECE
 from dynadapt.vps.box import Box
 from dynadapt.vps.keys import Key, itemsize
 
@@ -74,7 +73,9 @@ def plan(
     *,
     selection: Selection | None = None,
     narrow: Narrow = "if-exact",
+    verify: bool = True,
     threads: int = 2,
+    budget: Budget | None = None,
 ) -> ConversionPlan:
     """Lay the target out without making it. Raises `Refused` as `convert` would before it writes.
 
@@ -82,6 +83,7 @@ def plan(
     """
     own, target, layout = chosen_of(source, target, selection)
     _, made, there, matched = laid_out(own, layout, replace(target, dry=True), narrow)
+    effort = (budget or Budget()).effort(threads, again=verify)
     sizes: dict[str, int] = {}
     for name, buffer in made.buffers.items():
         file = name.partition("#")[0]
@@ -105,9 +107,9 @@ def plan(
         bytes_written=written,
         files=len(sizes),
         largest_file=max(sizes.values(), default=0),
-        peak_bytes=threads * thread_bytes(PIECE),
+        peak_bytes=effort.threads * thread_bytes(effort.piece),
         # once through to write, once to read back and compare
-        seconds=(read + written) / (rate * threads) + written / DISK,
+        seconds=(read + verify * written) / (rate * effort.threads) + written / DISK,
         dropped=left_out(layout, matched),
     )
 

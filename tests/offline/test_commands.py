@@ -154,7 +154,37 @@ def test_a_plan_of_a_checkpoint(saved: Path, tmp_path: Path) -> None:
     assert "peak memory" in _run("plan", saved, "--to", "safetensors")
     assert "nothing says" in _run("plan", saved, code=2).replace("\n", " ")
     assert "its own layout" in _run("plan", saved, "--from", "ddp:dp=2", code=2).replace("\n", " ")
+    assert "--links" in _run("plan", saved, "--to", "dcp", "--links", "a800", code=2)
+    assert "max-memory" in _run("plan", saved, "--to", "dcp", "--max-memory", "1KB", code=2)
+    assert "no-match" in _run("plan", saved, "--to", "dcp", "--include", "none*", code=2)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--to", "safetensors", "--dtype", "bf16", "--keep-dtype", "*.bias"),
+        ("--to", "safetensors", "--max-shard-size", "1KB", "--add-prefix", "model."),
+        ("--to", "dcp/fsdp2:dp=3", "--exclude", "*.bias"),
+        ("--to", "torch", "--weights-only"),
+    ],
+    ids=lambda words: " ".join(words[1:]),
+)
+def test_a_plan_is_of_the_same_conversion(
+    saved: Path, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    """With every option that changes what is written: bytes, files, and what is left out."""
+    plan = json.loads(_run("plan", saved, *words, "--json"))
+    told = json.loads(_run("convert", saved, tmp_path / "x", *words, "--json"))
+    assert [plan[name] for name in ("bytes_read", "bytes_written", "format")] == [
+        told[name] for name in ("bytes_read", "bytes_written", "format")
+    ]
+    left = [o["path"] for o in told["outcomes"] if o["note"] == "the target has no place for it"]
+    assert plan["dropped"] == left
+    whole = json.loads(_run("plan", saved, "--to", words[1], "--json"))
+    assert {n: v for n, v in plan.items() if n != "seconds"} != {
+        n: v for n, v in whole.items() if n != "seconds"
+    }
 
 
 def test_a_layout_like_anothers_and_an_order_from_a_file(saved: Path, tmp_path: Path) -> None:
