@@ -120,7 +120,12 @@ def reset_deepspeed() -> None:
         partitioned_param_coordinator,
     )
     from deepspeed.utils import groups
+    from torch import nn
 
+    # An engine of ZeRO-3 puts a linear of its own, which rounds otherwise, in torch's place and leaves it.
+    hooks = partition_parameters.InsertPostInitMethodToModuleSubClasses
+    if hasattr(hooks, "linear_bk"):
+        nn.functional.linear = hooks.linear_bk
     init = partition_parameters.Init
     init.param_id = init.num_persisted_parameters = init.num_persisted_elements = 0
     # Module numbers are kept in a mutable default argument.

@@ -29,8 +29,8 @@ class Setup:
 
     `groups`: `one`, `decay` (biases and gains apart), or `some`, where only the first stages have biases.
     DeepSpeed drops groups without members, and its norm of ZeRO-1 then waits for the other stages for
-    ever, since they add up one group after another: `norm` False does without. `config` is put into
-    DeepSpeed's.
+    ever, since they add up one group after another: `norm` False does without. `named`: the optimizer is
+    given names, too. `config` is put into DeepSpeed's.
     """
 
     stages: int = 2
@@ -47,6 +47,7 @@ class Setup:
     frozen: bool = False
     lr: float = 0.01
     fused: bool = False
+    named: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -161,14 +162,17 @@ def optimizer_of(setup: Setup, model: nn.Module) -> torch.optim.AdamW:
     biases = [p for n, p in named.items() if n.endswith("bias") and setup.groups != "one"]
     gains = [p for n, p in named.items() if "norm.weight" in n and setup.groups != "one"]
     rest = [p for p in named.values() if not any(p is each for each in (*biases, *gains))]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": biases, "weight_decay": 0.0, "lr": 3 * setup.lr},
         {"params": rest, "weight_decay": 0.1},
         {"params": gains, "weight_decay": 0.0, "lr": 2 * setup.lr},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=setup.lr, betas=(0.9, 0.95)
-    )
+    groups = [group for group in groups if group["params"]]
+    if setup.named:
+        name_of = {param: name for name, param in named.items()}
+        for group in groups:
+            group["params"] = [(name_of[param], param) for param in group["params"]]
+    return torch.optim.AdamW(groups, lr=setup.lr, betas=(0.9, 0.95))
 
 
 def engine_of(setup: Setup) -> Any:

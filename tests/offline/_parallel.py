@@ -20,6 +20,14 @@ PIPES: Mapping[str, pipe.Setup] = {
     "pipe without ZeRO, bf16": pipe.Setup(stage=0),
     "pipe of four stages": pipe.Setup(stages=4, norm=False, groups="some"),
 }
+PLAIN: Mapping[str, pipe.Setup] = {
+    "pipe in fp32": pipe.Setup(stage=0, dtype="fp32", scheduler=True),
+    "pipe in fp32, four stages": pipe.Setup(4, 0, "fp32", tied=False, groups="one"),
+    "pipe in fp16, named": pipe.Setup(stage=0, dtype="fp16", frozen=True, named=True),
+    "pipe in fp16, fused": pipe.Setup(stage=0, dtype="fp16", fused=True),
+}
+"""Pipelines whose files do not list which parameters are whose."""
+
 TENSORS: Mapping[str, autotp.Setup] = {
     "tp zero2, tied": autotp.Setup("llama tied", stage=2),
     "tp zero1, uneven": autotp.Setup("llama odd", tp=4),
@@ -31,14 +39,26 @@ TENSORS: Mapping[str, autotp.Setup] = {
 }
 
 
+def names_of(kind: str) -> dict[str, Any]:
+    """What a user says of a model of `PLAIN`: its order, and its optimizer's groups."""
+    setup = PLAIN[kind]
+    model = pipe.stack(setup)
+    name_of = {param: name for name, param in model.named_parameters()}
+    groups = pipe.optimizer_of(replace(setup, named=False), model).param_groups
+    return {
+        "order": [*name_of.values()],
+        "groups": [[name_of[p] for p in own["params"] if p.requires_grad] for own in groups],
+    }
+
+
 class Job:
     """A pipeline, a tensor-parallel job, or the whole model under ZeRO with the same names."""
 
     def __init__(self, kind: str, whole: int | None = None, **config: Any) -> None:
-        setup: Any = (PIPES if kind in PIPES else TENSORS)[kind]
-        self.module = pipe if kind in PIPES else autotp
+        setup: Any = {**PIPES, **PLAIN, **TENSORS}[kind]
+        self.module = autotp if kind in TENSORS else pipe
         if whole is not None:
-            parallel = {"stages": 0, "norm": True} if kind in PIPES else {"tp": 0, "plan": None}
+            parallel = {"tp": 0, "plan": None} if kind in TENSORS else {"stages": 0, "norm": True}
             setup = replace(setup, stage=whole, seed=5, config=config, **parallel)
         self.engine = self.module.engine_of(setup)
 

@@ -111,6 +111,53 @@ def test_other_settings(tmp_path: Path, kind: str) -> None:
     assert differing(answer["on"]["held"], told["on"]["held"]) == []
 
 
+@pytest.mark.parametrize(
+    ("kind", "said", "spec"),
+    [
+        ("pipe in fp32", True, "zero0:dp=4"),
+        pytest.param("pipe in fp32, four stages", False, "zero1:dp=4", marks=pytest.mark.nightly),
+        pytest.param("pipe in fp16, named", False, "zero0:dp=4", marks=pytest.mark.nightly),
+        pytest.param(
+            "pipe in fp16, fused", True, "zero0:dp=4,fused=true", marks=pytest.mark.nightly
+        ),
+    ],
+)
+def test_pipelines_without_zero(tmp_path: Path, kind: str, said: bool, spec: str) -> None:
+    """Whose an entry of a stage's optimizer is: by names, or by the one cut of layers that has its shapes.
+
+    The key of a layer that stages share is nowhere, unless the optimizer has names.
+    """
+    stage = int(spec[4])
+    told = _saved(tmp_path, (kind,), {kind: stage})[kind]
+    names = _parallel.names_of(kind) if said else {}
+    if said:
+        for some in ({}, {"order": names["order"][1:]}, {"order": [*names["order"], "a.b"]}):
+            with pytest.raises(Refused) as caught:
+                dynadapt.open(tmp_path / kind, **some)
+            assert {f.reason for f in caught.value.findings} <= {"no-order", "missing-file"}
+    found = dynadapt.open(tmp_path / kind, **names)
+    assert not found.problems()
+    assert found.fingerprint() == told["fingerprint"]
+    dynadapt.convert(tmp_path / kind, tmp_path / "a", spec, **names)
+    answer = _loaded(kind, stage, tmp_path / "a")
+    assert answer["fingerprint"] == told["fingerprint"]
+    assert answer["on"]["losses"] == told["on"]["losses"]
+    assert differing(answer["on"]["held"], told["on"]["held"]) == []
+
+
+def test_a_layer_of_a_plain_pipeline_that_is_gone(tmp_path: Path) -> None:
+    """No cut of what is left has the optimizers' shapes."""
+    kind = "pipe in fp32, four stages"
+    _saved(tmp_path, (kind,), {})
+    (tmp_path / kind / "t" / "layer_02-model_states.pt").unlink()
+    with pytest.raises(Refused) as caught:
+        dynadapt.open(tmp_path / kind)
+    assert caught.value.reason == "no-order"
+    with pytest.raises(Refused) as caught:
+        dynadapt.open(tmp_path / kind, order=_parallel.names_of(kind)["order"])
+    assert {f.reason for f in caught.value.findings} == {"missing-file"}
+
+
 def _without(folder: Path, into: Path, change: Any) -> Path:
     """A copy whose model states were changed, as an older DeepSpeed or another writer has them."""
     shutil.copytree(folder, into)

@@ -27,7 +27,7 @@ def described(root: Path, said: FileSource) -> Described:
     """What the folder of a tag holds; raises `Refused` with all that is wrong."""
     folders = Folder.parts(root)
     if layers := has_layers(root):
-        folders = staged(root, folders)
+        folders = staged(root, folders, said)
     parts: list[Described] = []
     findings: list[Finding] = []
     for folder in folders:

@@ -44,7 +44,6 @@ class Whole(Reading):
 
     def __init__(self, folder: Folder, said: FileSource) -> None:
         super().__init__(folder)
-        self.said = said
         self.file: TorchFile = folder.model[0]
         self.tree: Mapping[str, Any] = folder.common["optimizer"]
         base = self.tree.get("optimizer_state_dict") if self.wrapped else self.tree
@@ -55,16 +54,27 @@ class Whole(Reading):
         self.param_groups = (
             [g for g in found if isinstance(g, dict)] if isinstance(found, list) else []
         )
+        self.said_groups = said.groups
+        if folder.stage is not None:  # the whole model's groups, of which a stage may lack some
+            pool = {name for own in folder.stage.groups for name in own}
+            own = tuple(tuple(n for n in group if n in pool) for group in said.groups)
+            mine = tuple(group for group in own if group)
+            self.said_groups = own if len(own) == len(self.param_groups) else mine
+
+    @property
+    def fused(self) -> bool:
+        """Whether the masters of a group are one flat."""
+        return "fp32_groups_flat" in self.tree
 
     @property
     def wrapped(self) -> bool:
         """Whether there are masters."""
-        return "fp32_groups" in self.tree or "fp32_groups_flat" in self.tree
+        return "fp32_groups" in self.tree or self.fused
 
     @property
     def layout(self) -> str:
         """See `Reading.layout`. How many ranks there were is not told, and makes no difference."""
-        return "zero0:dp=1" + (",fused=true" if "fp32_groups_flat" in self.tree else "")
+        return "zero0:dp=1" + (",fused=true" if self.fused else "")
 
     @property
     def scaler(self) -> AuxItem | None:
@@ -77,15 +87,31 @@ class Whole(Reading):
         value = {"class": "LossScaleConfig", "scale": float(scale), "state": state}
         return AuxItem("scaler", {**value, "override": None})
 
+    @property
+    def names(self) -> list[list[str]]:
+        """The names of each group, where the optimizer has those of all its parameters; else none."""
+        found = [[str(n) for n in _list(own.get("param_names"))] for own in self.param_groups]
+        return found if all(found) else []
+
+    def entries(self) -> list[list[tuple[int, ...] | None]]:
+        """The shape of every entry of each group: a flat's own, and None where no state tells it."""
+        if self.wrapped:
+            masters = _list(self.tree.get("fp32_groups_flat" if self.fused else "fp32_groups"))
+            every = [[own] if self.fused else _list(own) for own in masters]
+            return [[m.shape for m in own if isinstance(m, StoredTensor)] for own in every]
+        ids = [self._ids(group) for group in range(len(self.param_groups))]
+        return [[_shape(list(self._entries(each))) for each in own] for own in ids]
+
     def optimizer(self) -> list[AuxItem]:
         """See `Reading.optimizer`."""
+        stage = self.folder.stage
+        pool = self.order if stage is None else {n: 0 for own in stage.groups for n in own}
         params = {
             name: value.shape
             for name in self.order
-            if isinstance(value := self.module[name], StoredTensor)
+            if name in pool and isinstance(value := self.module[name], StoredTensor)
         }
-        flat = "fp32_groups_flat" in self.tree
-        names = self._fused(params) if flat else self._single(params)
+        names = self._fused(params) if self.fused else self._single(params)
         shapes = [{name: params[name] for name in own} for own in names]
         number_of = {name: i for i, own in enumerate(names) for name in own}
         return self._groups_item(shapes, number_of, self.param_groups if any(names) else [])
@@ -97,8 +123,8 @@ class Whole(Reading):
         names = [str(name) for name in _list(own.get("param_names"))]
         if any(listed) and group < len(listed):
             names = list(listed[group])
-        elif not names and group < len(self.said.groups):
-            names = list(self.said.groups[group])
+        elif not names and group < len(self.said_groups):
+            names = list(self.said_groups[group])
         return names if names and set(names) <= set(params) else None
 
     def _fused(self, params: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
@@ -137,11 +163,10 @@ class Whole(Reading):
         ids = [self._ids(group) for group in range(len(self.param_groups))]
         masters = [[*_list(own)] for own in _list(self.tree.get("fp32_groups", []))]
         states = {each: list(self._entries(each)) for own in ids for each in own}
+        shapes = self.entries()
         like = None
-        shapes: list[list[tuple[int, ...] | None]]
         if self.wrapped:
             entries = [m for own in masters for m in own if isinstance(m, StoredTensor)]
-            shapes = [[m.shape for m in own if isinstance(m, StoredTensor)] for own in masters]
 
             def like(entry: int, name: str) -> bool:
                 return self._alike(entries[entry], 0, name)
@@ -149,8 +174,6 @@ class Whole(Reading):
             if [len(own) for own in shapes] != [len(own) for own in ids]:
                 cause = "has not one master for each entry of its optimizer"
                 raise Refused([Finding("bad-file", self.file.path, cause)])
-        else:
-            shapes = [[_shape(states[each]) for each in own] for own in ids]
         told = [self._told(group, params) for group in range(len(ids))]
         if any(
             own is None

@@ -17,6 +17,7 @@ from dynadapt.adapters.checkpoints._deepspeed_files import (
     optimizer_states,
     options_of,
 )
+from dynadapt.adapters.checkpoints._deepspeed_stages0 import TIED, dealt, optimizers, told_by
 from dynadapt.adapters.checkpoints._pickle import StoredTensor
 from dynadapt.adapters.checkpoints._torch_file import read_torch
 from dynadapt.errors import Finding, Refused
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
 
     from dynadapt.adapters.checkpoints._deepspeed_files import Folder
     from dynadapt.adapters.checkpoints._torch_file import TorchFile
+    from dynadapt.protocols import FileSource
 
 __all__ = ["has_layers", "staged"]
 
 _LAYER = re.compile(r"^layer_(\d+)(?:-model_(\d+))?-model_states\.pt$")
-TIED = "tied_modules."
 
 
 def has_layers(root: Path) -> bool:
@@ -39,7 +40,7 @@ def has_layers(root: Path) -> bool:
     return any(_LAYER.match(p.name) for p in root.iterdir())
 
 
-def staged(root: Path, folders: Sequence[Folder]) -> tuple[Folder, ...]:
+def staged(root: Path, folders: Sequence[Folder], said: FileSource) -> tuple[Folder, ...]:
     """The parts of a pipeline with their layers; raises `Refused` for what cannot be told."""
     found = [(m, p.name) for p in root.iterdir() if (m := _LAYER.match(p.name))]
     if any(int(m[2] or 0) for m, _ in found):
@@ -47,19 +48,20 @@ def staged(root: Path, folders: Sequence[Folder]) -> tuple[Folder, ...]:
         fix = "convert it with ds_to_universal first"
         raise Refused([Finding("unsupported-parallel", str(root), cause, fix)])
     files = {int(m[1]): read_torch(str(root / name)) for m, name in found}
-    listed = [_sizes(folder) for folder in folders]
-    if not all(listed):
-        cause = "is of a pipeline without ZeRO, whose optimizers do not name their parameters"
-        fix = "load it with the pipeline that wrote it and save it with ZeRO stage 1"
-        raise Refused([Finding("unsupported-parallel", str(root), cause, fix)])
-    sizes = {name: size for own in listed for each in own for name, size in each.items()}
     buffers = frozenset(str(n) for f in folders for n in f.common.get("buffer_names") or ())
+    listed = [_sizes(folder) for folder in folders]
+    stages = [] if all(listed) else optimizers(root, folders, said)
+    sizes: dict[str, int | None] = {n: s for own in listed for each in own for n, s in each.items()}
+    if stages:
+        sizes = told_by(stages, said)
     module = _module(files, sizes, buffers)
-    lost = [n for n in sizes if n not in module or prod(module[n][1].shape) != sizes[n]]
+    lost = [n for n in sizes if n not in module or sizes[n] not in {None, prod(module[n][1].shape)}]
     if lost:
         cause = "is trained, and no file of a layer has it in its size"
         fix = "copy the whole checkpoint"
         raise Refused([Finding("missing-file", name, cause, fix) for name in lost])
+    if stages:
+        listed = [[own] for own in dealt(root, stages, module, buffers, said)]
     taken: set[str] = set()
     parts = []
     for number, groups in enumerate(listed):
@@ -91,7 +93,7 @@ def _sizes(folder: Folder) -> list[dict[str, int]]:
 
 
 def _module(
-    files: Mapping[int, TorchFile], sizes: Mapping[str, int], buffers: Iterable[str]
+    files: Mapping[int, TorchFile], sizes: Mapping[str, int | None], buffers: Iterable[str]
 ) -> dict[str, tuple[TorchFile, StoredTensor]]:
     """All entries under their names, in the order of one module of all layers: shared ones first."""
     numbers = {name.partition(".")[0] for name in (*sizes, *buffers)}
@@ -117,11 +119,13 @@ def _module(
     return {**shared, **single}
 
 
-def _is_of(key: str, entries: Mapping[str, StoredTensor], sizes: Mapping[str, int]) -> bool:
+def _is_of(key: str, entries: Mapping[str, StoredTensor], sizes: Mapping[str, int | None]) -> bool:
     """Whether a file's entries are those of a shared layer."""
     prefix = f"{TIED}{key}."
     own = {n.removeprefix(prefix): size for n, size in sizes.items() if n.startswith(prefix)}
-    return bool(own) and all(n in entries and prod(entries[n].shape) == s for n, s in own.items())
+    return bool(own) and all(
+        n in entries and size in {None, prod(entries[n].shape)} for n, size in own.items()
+    )
 
 
 def _same(
