@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,15 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-__all__ = ["FileBuffer", "forget", "map_pages", "mapped", "raw_dtype", "unwritable"]
+__all__ = [
+    "FileBuffer",
+    "forget",
+    "map_pages",
+    "mapped",
+    "raw_dtype",
+    "start_writing",
+    "unwritable",
+]
 
 MAPS = 256
 """Files kept mapped: a map costs an entry of the kernel's table, not memory."""
@@ -74,7 +83,8 @@ def mapped(path: str) -> memoryview:
         raise Refused([Finding("unreadable-file", path, cause)]) from error
 
 
-_madvise = ctypes.CDLL(None).madvise
+_libc = ctypes.CDLL(None)
+_madvise = _libc.madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _POPULATE_READ = 22
 
@@ -88,6 +98,23 @@ def map_pages(array: NDArray[Any], start: int, nbytes: int) -> None:
     at = array.__array_interface__["data"][0] + start
     low = at & -mmap.PAGESIZE
     _madvise(low, at + nbytes - low, _POPULATE_READ)
+
+
+_sync_file_range = getattr(_libc, "sync_file_range", None)  # Linux has it
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_START_WRITING = 2
+
+
+def start_writing(path: str, start: int, nbytes: int) -> None:
+    """Let the disk begin with some bytes of a file: left to itself it begins when all else is done.
+
+    Only a hint, which promises nothing. It waits while the disk has enough to do.
+    """
+    if _sync_file_range is None:
+        return
+    with suppress(OSError), open(path, "rb+", buffering=0) as file:  # it may be gone by now
+        _sync_file_range(file.fileno(), start, nbytes, _START_WRITING)
 
 
 def forget(folder: str | os.PathLike[str]) -> None:
@@ -135,6 +162,10 @@ class FileBuffer:
 
     def array(self) -> NDArray[Any]:
         """The elements, 1-D, read-only, in `raw_dtype`; raises `Refused` (`truncated-file`)."""
+        return np.frombuffer(self.bytes(), raw_dtype(self.dtype))
+
+    def bytes(self) -> memoryview:
+        """Its bytes in the file's map, read-only; raises `Refused` (`truncated-file`)."""
         data = mapped(self.path)
         if self.offset < 0 or self.offset + self.nbytes > len(data):
             cause = (
@@ -143,7 +174,7 @@ class FileBuffer:
             )
             fix = "copy it again, or leave this checkpoint out"
             raise Refused([Finding("truncated-file", self.path, cause, fix)])
-        return np.frombuffer(data, raw_dtype(self.dtype), self.numel, self.offset)
+        return data[self.offset : self.offset + self.nbytes]
 
     def tensor(self) -> torch.Tensor:
         """The same as a 1-D torch tensor, to be read only: it lies over the file's map."""

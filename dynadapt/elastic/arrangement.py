@@ -170,6 +170,13 @@ def _as_configured(own: Described, target: FileTarget) -> FileTarget:
     known = known if isinstance(known, dict) else {}
     config = known.get("config")
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    copied = any(
+        s.key.slot == "compute" or not s.trainable for s in own.specs if s.kind == "parameter"
+    )
+    precision = known.get("precision")
+    told = precision in {"bfloat16", "float16"} and not copied  # stage 3 keeps no copy to tell it
+    if target.format == "universal" and told:
+        return replace(target, options={"compute": precision, **target.options})
     if target.layout is None or not isinstance(zero, dict):
         return target
     options = dict(target.layout.options)
@@ -179,12 +186,8 @@ def _as_configured(own: Described, target: FileTarget) -> FileTarget:
             options[option] = "true"
         elif option not in options and type(value) in {int, float} and 1 <= value < 1e15:
             options[option] = str(int(value))
-    copied = any(
-        s.key.slot == "compute" or not s.trainable for s in own.specs if s.kind == "parameter"
-    )
-    precision = known.get("precision")
-    if target.layout.kind in _SETTINGS and precision in {"bfloat16", "float16"} and not copied:
-        options.setdefault("dtype", precision)  # stage 3 keeps no copy that would tell it
+    if target.layout.kind in _SETTINGS and told:
+        options.setdefault("dtype", str(precision))
     return replace(target, layout=replace(target.layout, options=options))
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from dynadapt.files import FileBuffer
     from dynadapt.protocols import AuxItem, Described
+    from dynadapt.transport.read_back import Place
     from dynadapt.vps.keys import Key, KeySpec
 
 __all__ = ["Checkpoint", "layout_of", "open_checkpoint"]
@@ -126,9 +127,11 @@ class Checkpoint:
     def _problems(self) -> tuple[Finding, ...]:
         return cover.prove(self.layout)
 
-    def sums(self, *, threads: int = 2) -> tuple[dict[Key, int], tuple[Finding, ...]]:
-        """Sums by key, and replicas that differ, by file. Reads everything."""
-        return key_sums(self.layout, self.buffers, threads=threads, names=self.files)
+    def sums(
+        self, *, threads: int = 2, known: Mapping[Place, int] | None = None
+    ) -> tuple[dict[Key, int], tuple[Finding, ...]]:
+        """Sums by key, and replicas that differ, by file. Reads everything but rows at `known` places."""
+        return key_sums(self.layout, self.buffers, threads=threads, names=self.files, known=known)
 
     def fingerprint(self, *, threads: int = 2) -> str:
         """The layout-free fingerprint of the state; raises `Refused` (`uncovered`, `replicas-differ`)."""

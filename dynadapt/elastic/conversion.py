@@ -12,7 +12,6 @@ import os
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.elastic.arrangement import arranged
@@ -30,12 +29,13 @@ from dynadapt.transport.certificate import fingerprint
 from dynadapt.transport.filling import Progress, Stopped
 from dynadapt.transport.match import match
 from dynadapt.transport.plan import Options, Pair
+from dynadapt.transport.read_back import found_again
 from dynadapt.transport.stream import Streamed, stream
 from dynadapt.vps import cover
 from dynadapt.vps.keys import Key, itemsize
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from dynadapt.elastic.selection import Selection
     from dynadapt.protocols import Adapter, Described
@@ -225,7 +225,6 @@ class _Job:
         clock.lap("prepare")
         streamed = self._stream(made, there, matched, effort, marks, on_bytes)
         clock.lap("stream")
-        Thread(target=os.sync, daemon=True).start()  # the disk works while all is read back
         work.crcs.update(streamed.crcs)
         outcomes = writer.finish(work, layout.keys, own.scalars, aux)
         clock.lap("finish")
@@ -235,7 +234,7 @@ class _Job:
             for key in left_out(layout, matched)
         )
         if verify:
-            _verify(str(work.path), streamed.sums, kept, effort)
+            _verify(str(work.path), streamed, kept, effort)
             clock.lap("verify")
         prints = fingerprint(there.keys, streamed.sums)
         outcomes += tuple(
@@ -379,10 +378,15 @@ def copies(source: RowLayout, target: RowLayout) -> list[Pair]:
     return found
 
 
-def _verify(path: str, sums: Any, kept: Any, effort: Effort) -> None:
-    """Read the target as anybody would, and compare every sum with the source's."""
-    back = open_checkpoint(path)
-    have, drifted = back.sums(threads=effort.threads)
+def _verify(path: str, streamed: Streamed, kept: Collection[Key], effort: Effort) -> None:
+    """Read the target as anybody would, and compare every sum with the source's.
+
+    Where the reader finds a row in just the bytes that were written for it, and these are as they were, its
+    sum is known.
+    """
+    sums, back = streamed.sums, open_checkpoint(path)
+    known = found_again(streamed.stretches, threads=effort.threads)
+    have, drifted = back.sums(threads=effort.threads, known=known)
     findings = [*back.problems(), *drifted]
     for key in sorted(kept):
         if sums.get(key, 0) != have.get(key, 0):

@@ -42,12 +42,15 @@ def cast(array: NDArray[Any], source: str, target: str) -> NDArray[Any]:
 
 def _to_bfloat16(array: NDArray[Any]) -> NDArray[np.uint16]:
     words = array.view("<u4")
-    rounded = words + (np.uint32(0x7FFF) + ((words >> np.uint32(16)) & np.uint32(1)))
-    found = (rounded >> np.uint32(16)).astype("<u2")
-    odd = np.isnan(array)
-    if odd.any():  # rounding could carry a NaN into an infinity: it stays one, and quiet
-        found[odd] = (words[odd] >> np.uint32(16)).astype("<u2") | np.uint16(0x40)
-    return found  # type: ignore[no-any-return]
+    rounded = words >> np.uint32(16)
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += words
+    found: NDArray[np.uint16] = rounded.reshape(-1).view("<u2")[1::2].reshape(array.shape).copy()
+    if array.size and np.isnan(array.max()):  # rounding could carry a NaN into an infinity
+        odd = np.isnan(array)
+        found[odd] = (words[odd] >> np.uint32(16)).astype("<u2") | np.uint16(0x40)  # quiet
+    return found
 
 
 def same_values(a: NDArray[Any], b: NDArray[Any]) -> bool:

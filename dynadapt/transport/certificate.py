@@ -36,11 +36,19 @@ _DIGIT = 12
 _BLOCK = 1 << 18
 """Words hashed at a time: what is made of them stays in the cache."""
 
+_NARROW = 1 << 17
+"""The same of words of 16 bits and less, which are hashed as floats of 64 bits."""
+
 _LONG = 1 << 14
 """Coordinates of one dim whose weights are made at once, at most."""
 
 _SHARED = 1024
 """Weights that are made together: a tensor comes in pieces that follow one another."""
+
+_LIMBS = np.array([1 << 16 * i for i in range(4)], np.uint64)
+
+_MANY = 8
+"""Rows from which on a product of matrices is worth it."""
 
 _SHORT, _SHORTEST, _LINE = 512, 64, 1 << 15
 """Inner products shorter than this are made longer, by multiplying the weights of two dims: if that makes
@@ -162,14 +170,17 @@ def weighted_sum(array: NDArray[Any], box: Box, key: Key) -> int:
 class _Line:
     """Weights of the innermost dims, flattened, in the form in which they are applied fastest."""
 
-    __slots__ = ("_even", "_odd", "_size", "_weights")
+    __slots__ = ("_even", "_limbs", "_odd", "_size", "_weights")
 
     def __init__(self, weights: NDArray[np.uint64], size: int) -> None:
         self._weights, self._size = weights, size
         self._even: NDArray[np.uint64] | None = None
+        self._limbs: NDArray[np.float64] | None = None
         if size == 4 and not weights.size % 2:
             self._even = np.ascontiguousarray(weights[0::2])
             self._odd = weights[1::2] - (self._even << np.uint64(32))
+        if size < 4 and weights.size <= _LINE:
+            self._limbs = weights.astype("<u8").view("<u2").reshape(-1, 4).astype(np.float64)
 
     def times(self, weights: NDArray[np.uint64]) -> _Line:
         """The same of one dim more."""
@@ -183,13 +194,19 @@ class _Line:
 
         Two 32-bit words are one 64-bit number `v = first + 2**32 * second`, so mod 2^64 the weights
         `a` and `b` of the two are `v * a + (v >> 32) * (b - 2**32 * a)`, and nothing is widened.
+
+        Words of 16 bits and less are multiplied, as floats, by the four 16-bit limbs of each weight: a sum
+        of 2**15 such products is an integer below 2**53, which floats have exactly.
         """
         flat = np.ascontiguousarray(array).reshape(-1)
         if self._even is not None and flat.view(np.uint64).flags.aligned:
             pairs = flat.view(np.uint64).reshape(-1, self._even.size)
             return _dot(pairs, self._even) + _dot(pairs >> np.uint64(32), self._odd)
-        words = flat.view(f"u{self._size}").astype(np.uint64)
-        return _dot(words.reshape(-1, self._weights.size), self._weights)
+        words = flat.view(f"u{self._size}").reshape(-1, self._weights.size)
+        if self._limbs is not None and len(words) >= _MANY:
+            limbs = (words.astype(np.float64) @ self._limbs).astype(np.uint64)
+            return _dot(limbs, _LIMBS)
+        return _dot(words.astype(np.uint64), self._weights)
 
 
 @lru_cache(maxsize=8)
@@ -213,7 +230,7 @@ def _sum(array: NDArray[Any], spans: tuple[_Span, ...], seed: int) -> int:
     line, left = _line(seed, spans[1:], array.itemsize)
     short = not left and len(line) < _SHORT
     outer = [_weights(seed, span) for span in spans[left:0:-1]]
-    rows = max(_BLOCK // inner, 1)
+    rows = max((_BLOCK if array.itemsize >= 4 else _NARROW) // inner, 1)
     total = 0
     for at in range(0, array.shape[0], rows):
         part, own = array[at : at + rows], first[at : at + rows]

@@ -15,15 +15,16 @@ import numpy as np
 from isal.isal_zlib import crc32
 
 from dynadapt.errors import Finding, Refused
-from dynadapt.files import FileBuffer, raw_dtype, unwritable
+from dynadapt.files import FileBuffer, raw_dtype, start_writing, unwritable
 from dynadapt.transport.casts import cast, same_values
 from dynadapt.transport.certificate import MASK, weighted_sum
-from dynadapt.transport.sources import Sources, boxes_of, inside, view_of
+from dynadapt.transport.sources import Sources, inside, view_of
 from dynadapt.vps.box import Box, row_major_strides
 from dynadapt.vps.keys import itemsize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from concurrent.futures import Executor
 
     from numpy.typing import NDArray
 
@@ -34,6 +35,9 @@ __all__ = ["WRITE", "Progress", "Stopped", "Writer"]
 
 WRITE = 768 << 10
 """Bytes of one write."""
+
+EARLY = 32 << 20
+"""Bytes of a buffer after which the disk is told to begin with them."""
 
 MARK = 64 << 20
 """Bytes of a buffer after which it is told how far it is, for who might continue."""
@@ -69,11 +73,12 @@ class Writer:
         on_bytes: Callable[[int], None] | None,
         on_mark: Callable[[str, Progress], None] | None,
         stop: Event,
+        early: Executor,
     ) -> None:
         self._matched, self._sources, self._narrow = matched, sources, narrow
         self._most, self._begun = piece, begun
         self._on_bytes, self._on_mark = on_bytes, on_mark
-        self._stop = stop
+        self._stop, self._writing = stop, early
         self._lock = Lock()
         self._own = local()
         self.kept = 0
@@ -103,7 +108,7 @@ class Writer:
         start = self._kept(fd, name, buffer)
         fresh = self._begun is None  # a fresh file's gaps are zeros as they are
         sums, at, crc, read = list(start.sums), start.done // size, start.crc, start.read
-        marked = start.done
+        marked = begun = start.done
         if start.done < buffer.nbytes or len(sums) < len(rows):
             for row in rows[len(sums) :]:
                 if row.strides != row_major_strides(row.box.shape) or row.offset < at:
@@ -114,7 +119,8 @@ class Writer:
                     crc = self._zeros(fd, buffer, at, at + row.box.volume, crc, fresh)
                     at += row.box.volume
                 else:
-                    for box in boxes_of(row.box, self._elements(pair, buffer.dtype)):
+                    most = self._elements(pair, buffer.dtype)
+                    for box in self._sources.pieces(pair.source.key, row.box, most):
                         if self._stop.is_set():
                             raise Stopped(buffer.path)
                         piece = self._piece(pair, box, buffer.dtype)
@@ -126,6 +132,9 @@ class Writer:
                         total += weighted_sum(piece, box, row.key)
                         at += box.volume
                         read += box.volume * itemsize(pair.source.dtype)
+                        if at * size - begun >= EARLY:
+                            self._early(buffer, begun, at * size)
+                            begun = at * size
                         if self._on_bytes is not None:
                             self._on_bytes(len(data))
                 sums.append(total & MASK)
@@ -133,9 +142,15 @@ class Writer:
                     marked = at * size
                     self._on_mark(name, Progress(tuple(sums), marked, crc, read))
             crc = self._zeros(fd, buffer, at, buffer.numel, crc, fresh)
+            self._early(buffer, begun, buffer.nbytes)
             if self._on_mark is not None:
                 self._on_mark(name, Progress(tuple(sums), buffer.nbytes, crc, read))
         return Progress(tuple(sums), buffer.nbytes, crc, read)
+
+    def _early(self, buffer: FileBuffer, start: int, stop: int) -> None:
+        """Let the disk begin with some bytes of a buffer, and wait for nothing."""
+        if stop > start:
+            self._writing.submit(start_writing, buffer.path, buffer.offset + start, stop - start)
 
     def _elements(self, pair: Pair, dtype: str) -> int:
         """How many are taken at a time: few where they are cast, which takes room of its own."""

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from isal.isal_zlib import crc32
 
 from dynadapt.errors import Refused
-from dynadapt.files import FileBuffer, mapped, unwritable
+from dynadapt.files import FileBuffer, unwritable
 from dynadapt.transport._torch import as_words, dtype_name, torch_dtype
 from dynadapt.transport.executor import Moved, copy_checked
 from dynadapt.transport.filling import WRITE
 from dynadapt.transport.hashing import acts_for
+from dynadapt.transport.read_back import crc_of
 from dynadapt.transport.sources import boxes_of, inside
 from dynadapt.vps.keys import itemsize
 from dynadapt.vps.layout import file_endpoint
@@ -107,6 +107,5 @@ def crcs_of(buffers: Mapping[str, FileBuffer], seat: int, workers: Sequence[int]
     found = {}
     for name, buffer in buffers.items():
         if acts_for(seat, file_endpoint(name.partition("#")[0]), workers):
-            data = mapped(buffer.path)[buffer.offset : buffer.offset + buffer.nbytes]
-            found[name] = crc32(data)
+            found[name] = crc_of(buffer)
     return found

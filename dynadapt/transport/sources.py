@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dynadapt.files import map_pages
-from dynadapt.vps.box import Box
+from dynadapt.vps.box import Box, linear_index
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from dynadapt.vps.layout import Row, RowLayout
 
 __all__ = ["Sources", "boxes_of", "inside", "view_of"]
+
+FEW = 64 << 10
+"""Elements of a stretch from which on it is worth to be written alone."""
 
 MANY = 256 << 10
 """Bytes of a view from which on its pages are mapped at once."""
@@ -68,6 +71,25 @@ def inside(part: Box, box: Box) -> tuple[slice, ...]:
     return tuple(slice(a - o, b - o) for a, b, o in zip(part.lo, part.hi, box.lo, strict=True))
 
 
+def _in_order(parts: list[Box], box: Box) -> tuple[Box, ...]:
+    """Parts of a box as stretches that follow one another in it, row-major; none if they do not."""
+    found, at = [], 0
+    stretches = []
+    for part in parts:
+        lo, hi = (
+            tuple(x - o for x, o in zip(end, box.lo, strict=True)) for end in (part.lo, part.hi)
+        )
+        first = linear_index(lo, box.shape)
+        last = linear_index(tuple(x - 1 for x in hi), box.shape)
+        stretches.append((first, last + 1, part))
+    for first, stop, part in sorted(stretches, key=lambda s: s[0]):
+        if first != at or stop - first != part.volume:
+            return ()
+        found.append(part)
+        at = stop
+    return tuple(found) if at == box.volume else ()
+
+
 class Sources:
     """The source's rows by key, and the arrays behind them."""
 
@@ -96,6 +118,17 @@ class Sources:
         found = [row for row in every if row.box.intersect(box) is not None]
         whole = next((row for row in found if row.box.contains(box)), None)
         return found if whole is None else [whole]
+
+    def pieces(self, key: Key, box: Box, most: int) -> Iterator[Box]:
+        """A box in row-major stretches of at most `most` elements, in order, cut where its rows end.
+
+        So each can be taken from where it lies. If its rows are no stretches, or short ones, they must be
+        put together, and it is cut anywhere.
+        """
+        parts = [part for row in self.rows(key, box) if (part := row.box.intersect(box))]
+        cuts = _in_order(parts, box) if len(parts) * FEW <= box.volume else ()
+        for cut in cuts or (box,):
+            yield from boxes_of(cut, most)
 
     def read(self, key: Key, box: Box) -> NDArray[Any]:
         """The elements of a box, raw: a view where one row has them all, else put together."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from dynadapt.errors import Finding, Refused
 from dynadapt.transport.certificate import MASK, weighted_sum
 from dynadapt.transport.filling import Progress, Writer
+from dynadapt.transport.read_back import Stretch, place_of
 from dynadapt.transport.sources import Sources, view_of
 from dynadapt.vps.box import Box, atoms, uncovered
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from dynadapt.files import FileBuffer
     from dynadapt.transport.plan import Match, Narrow
+    from dynadapt.transport.read_back import Place
     from dynadapt.vps.keys import Key
     from dynadapt.vps.layout import Row, RowLayout
 
@@ -36,7 +38,7 @@ PIECE = 3 << 20
 class Streamed:
     """What was written: sums of the source as the target's dtype, by target key; check sums by buffer.
 
-    Of the `written` bytes, `kept` had been written before.
+    `stretches` say it row by row. Of the `written` bytes, `kept` had been written before.
     """
 
     sums: dict[Key, int] = field(default_factory=dict)
@@ -44,6 +46,7 @@ class Streamed:
     read: int = 0
     written: int = 0
     kept: int = 0
+    stretches: tuple[Stretch, ...] = ()
 
 
 def stream(
@@ -88,10 +91,11 @@ def stream(
         raise Refused(findings)
     stop = stop or Event()
     names = [name for name in by_buffer if share is None or name in share]
-    names.sort(key=lambda name: (-targets[name].nbytes, name))
+    names = _by_turns(names, targets)
     order = {name: sorted(rows, key=lambda r: r.offset) for name, rows in by_buffer.items()}
     filled: dict[str, Progress] = {}
-    writer = Writer(matched, sources, narrow, piece, begun, on_bytes, on_mark, stop)
+    early = ThreadPoolExecutor(1)
+    writer = Writer(matched, sources, narrow, piece, begun, on_bytes, on_mark, stop, early)
     with ThreadPoolExecutor(threads) as pool:
         try:
             tasks = {n: pool.submit(writer.fill, n, targets[n], order[n]) for n in names}
@@ -105,18 +109,35 @@ def stream(
             stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+        finally:
+            early.shutdown(wait=False)
     if errors:
         raise Refused(errors)
     if rest is not None:
         found = rest()
         filled |= {n: found.get(n, Progress()) for n in by_buffer if n not in filled}  # empty ones
-    return _total(filled, order, writer.kept)
+    return _total(filled, order, targets, writer.kept)
+
+
+def _by_turns(names: Sequence[str], targets: Mapping[str, FileBuffer]) -> list[str]:
+    """Large buffers first, and those of one file apart: two threads that write one file take turns."""
+    own: dict[str, int] = {}
+    order = {}
+    for name in sorted(names, key=lambda name: (-targets[name].nbytes, name)):
+        path = targets[name].path
+        own[path] = own.get(path, -1) + 1
+        order[name] = own[path]
+    return sorted(order, key=lambda name: (order[name], -targets[name].nbytes, name))
 
 
 def _total(
-    filled: Mapping[str, Progress], order: Mapping[str, Sequence[Row]], kept: int
+    filled: Mapping[str, Progress],
+    order: Mapping[str, Sequence[Row]],
+    targets: Mapping[str, FileBuffer],
+    kept: int,
 ) -> Streamed:
-    done = Streamed(kept=kept)
+    stretches = (Stretch(targets[n], order[n], p.sums, p.crc) for n, p in filled.items())
+    done = Streamed(kept=kept, stretches=tuple(stretches))
     counted: set[tuple[Key, Box]] = set()
     for name, progress in filled.items():
         done.crcs[name] = progress.crc
@@ -136,12 +157,13 @@ def key_sums(
     *,
     threads: int = 2,
     names: Mapping[int, str] | None = None,
+    known: Mapping[Place, int] | None = None,
 ) -> tuple[dict[Key, int], tuple[Finding, ...]]:
     """The sum of every key, derived copies too, and a finding for each replica that differs.
 
-    `names` say what endpoints are called.
+    `names` say what endpoints are called. Rows at `known` places are not read: their sums are told.
     """
-    told = names or {}
+    told, have = names or {}, known or {}
     sources = Sources(layout, buffers)
 
     def one(row: Row, box: Box) -> int:
@@ -154,7 +176,10 @@ def key_sums(
         drifted: list[Finding] = []
         first: dict[Box, tuple[int, int]] = {}
         for endpoint, row in layout.held(key):
-            value = one(row, row.box)
+            place = place_of(row, buffers[row.buffer]) if have else None
+            value = have.get(place) if place is not None else None
+            if value is None:
+                value = one(row, row.box)
             known = first.setdefault(row.box, (endpoint, value))
             if known[1] != value:
                 here, there = (told.get(e, str(e)) for e in (endpoint, known[0]))

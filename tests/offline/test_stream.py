@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,9 +13,12 @@ from hypothesis import strategies as st
 
 from dynadapt.errors import Refused
 from dynadapt.files import FileBuffer
+from dynadapt.transport import sources
+from dynadapt.transport import stream as stream_module
 from dynadapt.transport.casts import cast
 from dynadapt.transport.match import match
 from dynadapt.transport.plan import Options
+from dynadapt.transport.read_back import found_again, place_of
 from dynadapt.transport.sources import boxes_of
 from dynadapt.transport.stream import key_sums, stream
 from dynadapt.vps.box import Box, Span, row_major_strides
@@ -67,8 +71,15 @@ def _values() -> dict[str, Any]:
     return {n: rng.standard_normal(shape).astype("<f4") for n, shape in SHAPES.items()}
 
 
-@given(st.integers(1, 4), st.booleans(), st.integers(1, 4), st.booleans(), st.sampled_from([1, 2]))
-@settings(max_examples=40)
+@given(
+    st.integers(1, 4),
+    st.booleans(),
+    st.integers(1, 4),
+    st.booleans(),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 5, sources.FEW]),
+)
+@settings(max_examples=60)
 def test_any_parts_to_any_parts(
     tmp_path_factory: pytest.TempPathFactory,
     ways: int,
@@ -76,14 +87,24 @@ def test_any_parts_to_any_parts(
     to: int,
     to_flat: bool,
     threads: int,
+    few: int,
 ) -> None:
+    """Put together, or cut where the source's rows end; read back as written, by sums and by check sums."""
     root = tmp_path_factory.mktemp("x")
     values = _values()
     source, buffers = _files(root, "s", ways, flat, "float32", values)
     target, targets = _files(root, "t", to, to_flat, "float32", None)
     matched = match(source.keys, target.keys, Options())
-    done = stream(matched, source, buffers, target, targets, threads=threads)
+    with mock.patch.object(sources, "FEW", few):
+        done = stream(matched, source, buffers, target, targets, threads=threads)
     assert done.sums == key_sums(target, targets)[0] == key_sums(source, buffers)[0]
+    known = found_again(done.stretches, threads=threads)
+    places = {
+        place_of(row, targets[row.buffer]) for e in target.endpoints for row in target.rows(e)
+    }
+    assert known.keys() == places
+    with mock.patch.object(stream_module, "weighted_sum", None):  # nothing is summed again
+        assert key_sums(target, targets, known=known)[0] == done.sums
     for endpoint in target.endpoints:
         for row in target.rows(endpoint):
             index = tuple(slice(a, b) for a, b in zip(row.box.lo, row.box.hi, strict=True))
@@ -128,6 +149,21 @@ def test_casts_are_torchs(source: str, target: str) -> None:
     assert np.array_equal(found.view(f"u{size}")[~odd], whole.view(f"u{size}")[~odd])
     back = torch.from_numpy(np.ascontiguousarray(found).view(whole.dtype)).view(want.dtype)
     assert bool(back[want.isnan()].isnan().all())
+
+
+def test_bytes_that_changed_are_summed_again(tmp_path: Path) -> None:
+    values = _values()
+    source, buffers = _files(tmp_path, "s", 2, True, "float32", values)
+    target, targets = _files(tmp_path, "t", 2, False, "float32", None)
+    done = stream(match(source.keys, target.keys, Options()), source, buffers, target, targets)
+    hurt = targets["t1#b"]
+    data = bytearray((tmp_path / "t1").read_bytes())
+    data[hurt.offset] ^= 1
+    (tmp_path / "t1").write_bytes(data)
+    known = found_again(done.stretches)
+    assert {place.key.name for place in known if place.path == hurt.path} == {"a", "c", "d", "e"}
+    found = key_sums(target, targets, known=known)[0]
+    assert {key.name for key in found if found[key] != done.sums[key]} == {"b"}
 
 
 def test_narrowing_only_where_it_is_exact(tmp_path: Path) -> None:

@@ -68,6 +68,9 @@ def test_deepspeed_goes_on_from_a_universal_checkpoint(
     a, b, again = (str(tmp_path / name) for name in ("a", "b", "again"))
     _ranks.pool(other).run(save_deepspeed, kind, a, 2, {}, timeout=200)
     offline.convert(a, b, "universal")
+    (states,) = (tmp_path / "b").rglob("mp_rank_00_model_states.pt")
+    weight = torch.load(states, weights_only=False)["module"]["up.weight"]
+    assert weight.dtype == {"bf16": torch.bfloat16, "fp32": torch.float32}[kind[-4:]]
     stage = kind.partition("-")[0]
     offline.convert(a, again, f"{stage}:dp=2")
     found = ranks2.run(_load, kind, b, 2, 0, True)

@@ -135,6 +135,17 @@ def test_narrow_words_are_extended_with_zeros() -> None:
     assert whole(np.array([-1], "<i2")) == whole(np.array([0xFFFF], "<u4"))
 
 
+@pytest.mark.parametrize("narrow", ["u1", "<u2"])
+@pytest.mark.parametrize(
+    "shape",
+    [(64, 1024), (33, 4096), (700_001,), (9, 32768), (9, 40_000), (2, 70_000), (200_000, 3)],
+)
+def test_many_narrow_words_are_hashed_exactly(narrow: str, shape: tuple[int, ...]) -> None:
+    """As floats, which is exact: also if every word is the largest there is."""
+    for array in (noise(shape, narrow), np.full(shape, -1).astype(narrow)):
+        assert whole(array) == whole(array.astype("<u4"))
+
+
 def test_coordinates_above_32_bits_have_weights_of_their_own() -> None:
     array = noise((7,))
     sums = set()

@@ -64,7 +64,7 @@ class Model:
         findings = [*_unfit(keys, groups)]
         if findings:
             raise Refused(findings)
-        dtype = _compute_dtype(keys)
+        dtype = str(x.options.get("compute") or _compute_dtype(keys))
         if x.layout is not None:
             dtype = x.layout.dtype("dtype", dtype)
         return cls(

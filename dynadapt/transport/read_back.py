@@ -1,0 +1,95 @@
+"""What was written, found again: a row whose bytes still have their check sum keeps its sum.
+
+A check sum is read at several times the pace of a weighted sum. It says that the bytes are those of which
+the sums were taken; that they mean the same is for the reader to say: by key, box, dtype and place.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from isal.isal_zlib import crc32
+
+from dynadapt.errors import Refused
+from dynadapt.files import map_pages
+from dynadapt.vps.box import row_major_strides
+from dynadapt.vps.keys import itemsize
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from dynadapt.files import FileBuffer
+    from dynadapt.vps.box import Box
+    from dynadapt.vps.keys import Key
+    from dynadapt.vps.layout import Row
+
+__all__ = ["Place", "Stretch", "crc_of", "found_again", "place_of"]
+
+_PIECE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A row that lies row-major in a file from a byte on."""
+
+    key: Key
+    box: Box
+    dtype: str
+    path: str
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A buffer of a file that was filled: its rows, their sums in its dtype, the check sum of its bytes."""
+
+    buffer: FileBuffer
+    rows: Sequence[Row]
+    sums: Sequence[int]
+    crc: int
+
+
+def place_of(row: Row, buffer: FileBuffer) -> Place | None:
+    """Where a row lies; None if its elements are not in order there."""
+    if row.strides != row_major_strides(row.box.shape):
+        return None
+    start = buffer.offset + row.offset * itemsize(buffer.dtype)
+    return Place(row.key, row.box, buffer.dtype, buffer.path, start)
+
+
+def crc_of(buffer: FileBuffer) -> int:
+    """The check sum of the bytes a buffer has now; raises `Refused` (`unreadable-file`, `truncated-file`)."""
+    data, crc = np.frombuffer(buffer.bytes(), np.uint8), 0
+    for at in range(0, data.size, _PIECE):
+        part = data[at : at + _PIECE]
+        map_pages(part, 0, part.size)
+        crc = crc32(part, crc)
+    return crc
+
+
+def found_again(written: Sequence[Stretch], *, threads: int = 2) -> Mapping[Place, int]:
+    """The sums of all rows whose buffers have the bytes that were written; of others there is none."""
+
+    def whole(stretch: Stretch) -> bool:
+        try:
+            return crc_of(stretch.buffer) == stretch.crc
+        except Refused:
+            return False  # whoever reads the rows says what is wrong
+
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            same = list(pool.map(whole, written))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    found = {}
+    for stretch, known in zip(written, same, strict=True):
+        if known:
+            for row, value in zip(stretch.rows, stretch.sums, strict=True):
+                place = place_of(row, stretch.buffer)
+                if place is not None:
+                    found[place] = value
+    return found
