@@ -19,6 +19,7 @@ __all__ = [
     "MigrationAborted",
     "Refused",
     "join_findings",
+    "lines_of",
 ]
 
 
@@ -35,9 +36,14 @@ class Finding:
     cause: str
     fix: str = ""
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
+        """Place, cause and way out, without the reason."""
         tail = f"; {self.fix}" if self.fix else ""
-        return f"{self.where}: {self.cause}{tail} [{self.reason}]"
+        return f"{self.where}: {self.cause}{tail}"
+
+    def __str__(self) -> str:
+        return f"{self.text} [{self.reason}]"
 
     def to_json(self) -> dict[str, str]:
         """The finding as a flat JSON object of four strings."""
@@ -50,9 +56,25 @@ def join_findings(findings: Iterable[Finding], limit: int = 20) -> str:
     >>> print(join_findings([Finding("a", "x", "y"), Finding("a", "x", "y")]))
     x: y [a]
     """
-    lines = [str(finding) for finding in dict.fromkeys(findings)]
+    return "\n".join(_few([str(finding) for finding in dict.fromkeys(findings)], limit))
+
+
+def lines_of(error: DynadaptError, limit: int = 20) -> list[str]:
+    """An error for people, a line each finding, with its reason before it and nowhere else.
+
+    >>> lines_of(Refused([Finding("a", "x", "y"), Finding("b", "x", "z", "do w")]))
+    ['[a] x: y', '[b] x: z; do w']
+    >>> lines_of(DynadaptError("no such thing", reason="unknown"))
+    ['[unknown] no such thing']
+    """
+    if isinstance(error, Refused):
+        return _few([f"[{each.reason}] {each.text}" for each in error.findings], limit)
+    return [f"[{error.reason}] {error}"]
+
+
+def _few(lines: list[str], limit: int) -> list[str]:
     rest = len(lines) - limit
-    return "\n".join(lines[:limit] + ([f"... and {rest} more"] if rest > 0 else []))
+    return lines[:limit] + ([f"... and {rest} more"] if rest > 0 else [])
 
 
 class DynadaptError(Exception):

@@ -138,6 +138,8 @@ def unwritable(path: str | os.PathLike[str], error: OSError) -> Finding:
 class FileBuffer:
     """`numel` elements of `dtype` that start `offset` bytes into a file.
 
+    `crc` is the CRC-32 of their bytes that the file itself has beside them; 0 if it has none.
+
     >>> import tempfile, pathlib
     >>> at = pathlib.Path(tempfile.mkdtemp()) / "x"
     >>> _ = at.write_bytes(bytes(4) + np.arange(3, dtype="<f4").tobytes())
@@ -149,6 +151,7 @@ class FileBuffer:
     dtype: str
     offset: int
     numel: int
+    crc: int = 0
 
     @property
     def device(self) -> str:

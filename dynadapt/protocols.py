@@ -123,6 +123,7 @@ class Described:
     parameters share one step; of several models, `flat_models` are those of which that holds. Of files,
     `written` is the text that asks for the same format and layout, `made_by` names the framework that
     wrote them and its version where they say, and `ordered` says whether the keys are in the model's order.
+    `nameless`: nothing in the files themselves says which rank's or tensor's they are, or in what folder.
     """
 
     specs: tuple[KeySpec, ...]
@@ -138,6 +139,7 @@ class Described:
     written: str = ""
     made_by: str = ""
     ordered: bool = True
+    nameless: Literal["", "files", "folders"] = ""
     keep: tuple[Any, ...] = ()
 
 

@@ -14,7 +14,7 @@ from dynadapt.cli._env import env
 from dynadapt.cli._files import fingerprint, inspect, verify
 from dynadapt.cli._plan import plan
 from dynadapt.cli._show import show
-from dynadapt.errors import DynadaptError
+from dynadapt.errors import DynadaptError, lines_of
 
 __all__ = ["app", "main"]
 
@@ -43,8 +43,9 @@ def main() -> None:
     except DynadaptError as error:
         # Not as markup: a reason stands in square brackets.
         console = Console(stderr=True)
-        console.print("error", style="red", end=" ")
-        console.print(f"[{error.reason}] {error}", markup=False, highlight=False, soft_wrap=True)
+        for line in lines_of(error):
+            console.print("error", style="red", end=" ")
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
         sys.exit(2)
 
 

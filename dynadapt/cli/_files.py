@@ -72,19 +72,25 @@ def verify(
     workers: WorkersOption = 2,
     as_json: JsonOption = False,
 ) -> None:
-    """Read everything: complete, readable, replicas equal, sums as the manifest has them. Exit 1 if not."""
+    """Read everything: complete, readable, copies equal, sums as they were written. Exit 1 if not."""
     from dynadapt import offline
     from dynadapt.elastic.verification import verified
 
     found = offline.open(path, **said_of(model, order))
-    findings, told = verified(found, threads=workers)
+    findings, warnings, told = verified(found, threads=workers)
     if as_json:
-        facts = {**told, "problems": [f.to_json() for f in findings]}
+        facts = {
+            **told,
+            "problems": [f.to_json() for f in findings],
+            "warnings": [f.to_json() for f in warnings],
+        }
         typer.echo(json.dumps({"path": str(path), **facts}, indent=2))
     else:
         console = Console()
         for finding in findings:
             console.print("[red]problem[/red]", escape(str(finding)))
+        for finding in warnings:
+            console.print("[yellow]warning[/yellow]", escape(str(finding)))
         for name, value in told.items():
             console.print(f"{name}: {value}", markup=False, highlight=False)
         console.print("[green]whole[/green]" if not findings else "[red]not whole[/red]")

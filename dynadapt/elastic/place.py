@@ -29,6 +29,9 @@ __all__ = ["MANIFEST", "Place", "read_manifest", "write_manifest"]
 MANIFEST = "dynadapt.json"
 """Beside the data of every checkpoint that was written: what it is, and the sum of every tensor."""
 
+MARK = b"dynadapt\n"
+"""In the lock of a hidden folder: it was made here, and what is in it may be removed."""
+
 
 @dataclass
 class Place:
@@ -44,6 +47,7 @@ class Place:
     settled: bool = False
     found: bool = False
     _lock: int = -1
+    _replaced: bool = False
 
     @property
     def aside(self) -> Path:
@@ -60,16 +64,24 @@ class Place:
         """Where what is replaced waits."""
         return self.path.with_name(f".{self.path.name}.old")
 
+    @property
+    def _note(self) -> Path:
+        """Which file or folder is replaced: nothing else of the name `old` is touched."""
+        return self.aside / "replaced"
+
     def begin(self, *, resume: bool = False) -> Path:
         """Make the folder, and say where; what was left over is removed, or with `resume` kept.
 
-        Then `found` says whether anything was. Raises `Refused` (`target-exists` unless `force`,
-        `target-busy`, `unwritable-file`).
+        Then `found` says whether anything was. Raises `Refused` (`target-exists` unless `force`, and if
+        somebody else made what has a name that is needed; `target-busy`, `unwritable-file`).
         """
         self._free()
+        both = os.path.lexists(self.old) and os.path.lexists(self.path)
+        if both and not self._is_replaced():
+            raise Refused([_another(self.old)])
         try:
             self._take()
-            if os.path.lexists(self.old):  # somebody was killed as he replaced it
+            if self._is_replaced():  # somebody was killed as he replaced it
                 if self.path.exists():
                     _remove(self.old)
                 else:
@@ -97,12 +109,24 @@ class Place:
             fix = "choose another place, or remove it yourself"
             raise Refused([Finding("target-exists", str(self.path), cause, fix)])
 
+    def _is_replaced(self) -> bool:
+        """Whether what is called `old` is what a process here has so called."""
+        try:
+            return self._note.read_text() == _identity(self.old)
+        except OSError:
+            return False
+
     def _take(self) -> None:
         """Be the only one: a lock that ends with the process."""
         name = self.aside / "lock"
         while True:
             self.aside.mkdir(parents=True, exist_ok=True)
-            lock = os.open(name, os.O_RDWR | os.O_CREAT, 0o644)
+            if not _ours(self.aside):
+                raise Refused([_another(self.aside)])
+            try:
+                lock = os.open(name, os.O_RDWR | os.O_CREAT, 0o644)
+            except FileNotFoundError:  # its owner has just removed it
+                continue
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -114,24 +138,39 @@ class Place:
                     raise  # some file systems have no locks
             self._lock = lock
             if _same(name, lock):
+                self._mark()
                 return
             os.close(lock)  # its owner has just removed it
             self._lock = -1
+
+    def _mark(self) -> None:
+        """Say in the lock of a new folder that it is of ours."""
+        try:
+            if not os.fstat(self._lock).st_size:
+                os.pwrite(self._lock, MARK, 0)
+        except OSError:
+            self._drop()
+            raise
 
     def settle(self) -> None:
         """Give it its name. What was there waits to be removed."""
         try:
             if os.path.lexists(self.path) and self.force:
+                if os.path.lexists(self.old):
+                    raise Refused([_another(self.old)])
+                self._note.write_text(_identity(self.path))
                 self.path.rename(self.old)
+                self._replaced = True
             self.data.rename(self.path)
             self.settled = True
         finally:
-            if not self.settled and os.path.lexists(self.old) and not self.path.exists():
+            if self._replaced and not self.settled and not self.path.exists():
                 self.old.rename(self.path)
 
     def close(self) -> None:
         """There is no way back: remove what was replaced."""
-        _remove(self.old)
+        if self._replaced:
+            _remove(self.old)
         self._drop()
 
     def undo(self) -> None:
@@ -139,7 +178,7 @@ class Place:
         if self.settled:
             _remove(self.path)
             self.settled = False
-            if os.path.lexists(self.old):
+            if self._replaced and os.path.lexists(self.old):
                 self.old.rename(self.path)
         self._drop()
 
@@ -162,6 +201,9 @@ class Place:
     def _drop(self) -> None:
         forget(self.aside)
         if self._lock >= 0:
+            for each in self.aside.iterdir():  # the mark goes last
+                if each.name != "lock":
+                    _remove(each)
             _remove(self.aside)
         self.leave()
 
@@ -171,6 +213,32 @@ def _same(name: Path, opened: int) -> bool:
         return os.path.samestat(name.stat(), os.fstat(opened))
     except FileNotFoundError:
         return False
+
+
+def _ours(aside: Path) -> bool:
+    """Whether a hidden folder was made here: it has the mark, or nothing yet."""
+    if aside.is_symlink():
+        return False
+    lock = aside / "lock"
+    try:
+        marked = not lock.is_symlink() and lock.read_bytes() == MARK
+    except FileNotFoundError:
+        marked = False
+    try:
+        return marked or all(e.name == "lock" and not e.lstat().st_size for e in aside.iterdir())
+    except FileNotFoundError:  # its owner has just removed it
+        return True
+
+
+def _identity(path: Path) -> str:
+    """What a file or a folder keeps as it is renamed."""
+    told = path.lstat()
+    return f"{told.st_dev} {told.st_ino}"
+
+
+def _another(path: Path) -> Finding:
+    cause = "is not dynadapt's, and has a name that is needed: it would be replaced or removed"
+    return Finding("target-exists", str(path), cause, "move it away, or choose another place")
 
 
 def _foreign(path: Path) -> bool:

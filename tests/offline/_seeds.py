@@ -7,18 +7,31 @@ from typing import TYPE_CHECKING
 
 from dynadapt.elastic.checkpoint import open_checkpoint
 from dynadapt.elastic.conversion import convert
+from dynadapt.elastic.place import MANIFEST
 from dynadapt.elastic.targets import target_of
 from tests import _ranks
-from tests.offline import _made, _megatron, _ranks_files
+from tests.offline import _made, _megatron, _parallel, _ranks_files
 from tests.offline._older import aged
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["FORMATS", "make_seeds"]
+__all__ = ["FORMATS", "PARALLEL", "make_seeds"]
 
 MEGATRON = {"megatron": "tp", "megatron-flats": "flats", "megatron-blocks": _megatron.BLOCKS}
-ACCELERATE = {"accelerate": "ddp", "accelerate-zero2": "zero2", "accelerate-fsdp2": "fsdp2"}
+ACCELERATE = {
+    "accelerate": "ddp",
+    "accelerate-zero2": "zero2",
+    "accelerate-fsdp1": "fsdp1",
+    "accelerate-fsdp2": "fsdp2",
+}
+TRAINER = {"trainer": "ddp", "trainer-zero3": "zero3", "trainer-fsdp2": "fsdp2"}
+PARALLEL = {
+    "pipeline": "pipe zero1",
+    "autotp": "tp zero2, tied",
+    "autotp-zero3": "tp zero3",
+    "autotp-zero0": "tp without ZeRO",
+}
 
 #: Seed -> the format that reads it.
 FORMATS = {
@@ -35,7 +48,8 @@ FORMATS = {
     "fsdp-dtensors": "fsdp",
     **dict.fromkeys(MEGATRON, "megatron"),
     **dict.fromkeys(ACCELERATE, "accelerate"),
-    "trainer": "trainer",
+    **dict.fromkeys(TRAINER, "trainer"),
+    **dict.fromkeys(PARALLEL, "deepspeed"),
 }
 
 
@@ -62,7 +76,14 @@ def make_seeds(place: Path) -> dict[str, Path]:
         shutil.copytree(root / its, found[name])
     for name, layout in ACCELERATE.items():
         convert(source, target_of(found[name], f"accelerate/{layout}:dp=2"))
-    convert(source, target_of(found["trainer"], "trainer/ddp:dp=2"))
+    for name, layout in TRAINER.items():
+        convert(source, target_of(found[name], f"trainer/{layout}:dp=2"))
+    kinds = tuple(PARALLEL.values())
+    _ranks.pool(4).run(_parallel.saved, kinds, str(place / "parallel"), {}, timeout=400)
+    for name, kind in PARALLEL.items():
+        (place / "parallel" / kind).rename(found[name])
+    for name in found.keys() - {"safetensors"}:  # of the others, what their own formats can tell
+        (found[name] / MANIFEST).unlink(missing_ok=True)
     return found
 
 

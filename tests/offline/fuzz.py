@@ -1,7 +1,8 @@
 """`python -m tests.offline.fuzz`: damaged checkpoints of every format, and what became of them.
 
 Whatever a file holds, a reader answers with a state or with a `DynadaptError`: no other error, no hang,
-no memory beyond what the file's size warrants, and nothing of it is ever executed.
+no memory beyond what the file's size warrants, and nothing of it is ever executed. And no other state
+than the whole checkpoint's, where bytes are damaged that have a check sum.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from benchmarks._results import write_fuzz
 from dynadapt.elastic.checkpoint import open_checkpoint
+from dynadapt.elastic.verification import verified
 from dynadapt.errors import DynadaptError
 from tests import _ranks
 from tests.offline._mutants import Mutant, mutants
@@ -30,6 +32,8 @@ from tests.offline._seeds import make_seeds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    from dynadapt.elastic.checkpoint import Checkpoint
 
 __all__ = ["Verdict", "fuzzed", "judged"]
 
@@ -45,8 +49,8 @@ MEMORY = 256 << 20
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one mutant: `read` (it opened, and its sums were taken), `refused`, `malformed`
-    (refused, by the net under all readers), or a fault.
+    """What became of one mutant: `read` (it opened, and nothing was found wrong with it), `refused`,
+    `malformed` (refused, by the net under all readers), or a fault.
     """
 
     format: str
@@ -59,17 +63,26 @@ class _HangError(BaseException):
     """Not an `Exception`: nothing on the way catches it."""
 
 
-def judged(path: Path) -> tuple[str, str]:
-    """The outcome of reading a checkpoint, and what is to complain of."""
+SUMMED = (".pt", ".bin", ".pth", ".pkl", ".distcp")
+"""Files whose every record has a check sum."""
+
+BYTES = frozenset({"bits", "cut", "grown", "moved", "numbers"})
+"""Damage that is below what a check sum is taken of."""
+
+
+def judged(path: Path, state: str | None = None) -> tuple[str, str]:
+    """The outcome of reading a checkpoint, and what is to complain of.
+
+    If a `state` is given (see `state_of`), no other may be read.
+    """
     before = _peak(reset=True)
     try:
         with _limits():
             found = open_checkpoint(path)
-            if found.problems():
-                outcome = "refused"
-            else:
-                found.fingerprint()
-                outcome = "read"
+            problems, _, told = verified(found)
+            outcome = "refused" if problems else "read"
+            if state is not None and not problems and state != _state(found, told):
+                return "silent", _unlike(state, _state(found, told))
     except DynadaptError as error:
         outcome = "malformed" if error.reason == "malformed" else "refused"
     except _HangError:
@@ -80,6 +93,31 @@ def judged(path: Path) -> tuple[str, str]:
     if grown > MEMORY:
         return "memory", f"grew by {grown >> 20} MiB"
     return outcome, ""
+
+
+def state_of(path: Path) -> str:
+    """All that a checkpoint says."""
+    found = open_checkpoint(path)
+    return _state(found, verified(found).told)
+
+
+def _unlike(whole: str, other: str) -> str:
+    """Where two states differ first."""
+    pairs = enumerate(zip(whole, other, strict=False))
+    at = max(next((i for i, (a, b) in pairs if a != b), 0) - 100, 0)
+    return f"{whole[at : at + 300]}\nis read as\n{other[at : at + 300]}"
+
+
+def _state(found: Checkpoint, told: Mapping[str, Any]) -> str:
+    aux = {path: _said(item.value) for path, item in found.aux.items()}
+    return repr((told["fingerprint"], found.scalars, aux, found.keys))
+
+
+def _said(value: Any) -> Any:
+    """A value without what is carried as it is: files, which have bytes that say nothing."""
+    if isinstance(value, dict):
+        return {k: _said(v) for k, v in value.items()}
+    return None if isinstance(value, bytes) else value
 
 
 @contextmanager
@@ -118,8 +156,10 @@ def fuzzed(seeds: Mapping[str, Path], place: Path, count: int, seed: int = 0) ->
     for name, whole in seeds.items():
         rng = random.Random(f"{name} {seed}")
         work = place / "mutant"
+        state = state_of(whole)
         for mutant in mutants(rng, whole, work, count):
-            yield Verdict(name, mutant, *judged(work))
+            summed = mutant.kind in BYTES and mutant.file.endswith(SUMMED)
+            yield Verdict(name, mutant, *judged(work, state if summed else None))
         shutil.rmtree(work)
 
 

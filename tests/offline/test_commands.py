@@ -66,7 +66,9 @@ def test_one_fingerprint_for_all(saved: Path, tmp_path: Path) -> None:
     for number, spec in enumerate(["zero1:dp=3", "universal", "deepspeed/zero3:dp=4"]):
         _run("convert", saved, tmp_path / str(number), "--to", spec)
         told.add(_run("fingerprint", tmp_path / str(number)).strip())
-        assert _run("verify", tmp_path / str(number)).rstrip().endswith("whole")
+        shown = _run("verify", tmp_path / str(number))
+        assert shown.rstrip().endswith("whole")
+        assert "warning" not in shown
     assert told == {live} == {loaded}
 
 
@@ -144,6 +146,16 @@ def test_wrong_words_are_one_message(saved: Path, tmp_path: Path) -> None:
         assert not (tmp_path / "x").exists()
     assert "no such file" in _run("inspect", tmp_path / "none", code=2).replace("\n", " ")
     assert "no-match" in _run("diff", saved, saved, "--include", "nothing*", code=2)
+
+
+def test_every_finding_says_its_reason_once(saved: Path, tmp_path: Path) -> None:
+    order = tmp_path / "order.txt"
+    order.write_text("up.weight\n")
+    told = _run("convert", saved, tmp_path / "x", "--to", "zero3:dp=2", "--order", order, code=2)
+    lines = told.rstrip().splitlines()
+    assert len(lines) > 1
+    assert all(line.startswith("error [no-order] ") for line in lines)
+    assert all(line.count("no-order") == 1 for line in lines)
 
 
 def test_a_plan_of_a_checkpoint(saved: Path, tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.numpy import save_file
 
 import dynadapt
@@ -102,9 +104,117 @@ def test_verify_takes_the_check_sums_that_torch_wrote(
         byte = file.read(1)[0]
         file.seek(buffer.offset + 5)
         file.write(bytes([byte ^ 4]))
-    findings, _ = verified(dynadapt.open(folder))
+    findings, _, _ = verified(dynadapt.open(folder))
     assert [finding.reason for finding in findings] == ["certificate"]
     assert _optim(folder, 1).name in findings[0].where
+
+
+def _flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+
+
+def _reasons(folder: Path) -> tuple[list[str], list[str]]:
+    """Of problems and of warnings."""
+    found = verified(dynadapt.open(folder))
+    return [f.reason for f in found.problems], [f.reason for f in found.warnings]
+
+
+def _distributed(folder: Path) -> Path:
+    """What torch itself writes: tensors, a number, and an object with a tensor in it."""
+    model = {"w": torch.arange(64.0), "v": torch.ones(64, dtype=torch.bfloat16)}
+    rest = {"step": 7, "seen": {"mask": torch.arange(9)}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is one process
+        dcp.save({"model": model, "rest": rest}, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def test_verify_takes_the_check_sums_inside_distributed_checkpoints(tmp_path: Path) -> None:
+    """One for every part of every zip that torch wrote into a file, one after another."""
+    folder = _distributed(tmp_path / "a")
+    assert _reasons(folder) == ([], [])
+    for buffer in dynadapt.open(folder).buffers.values():
+        assert buffer.crc
+        damaged = tmp_path / "b"
+        shutil.copytree(folder, damaged)
+        _flip(damaged / Path(buffer.path).name, buffer.offset + 5)
+        assert _reasons(damaged) == (["certificate"], [])
+        shutil.rmtree(damaged)
+
+
+def test_a_changed_pickle_is_refused(saved: dict[int, Path], tmp_path: Path) -> None:
+    """A learning rate, a shape or a count that is not what was written."""
+    path = shutil.copytree(saved[2], tmp_path / "a") / _optim(saved[2], 0).name
+    at = path.read_bytes().index(b"weight_decay")
+    _flip(path, at)
+    with pytest.raises(Refused, match=r"data\.pkl has not the check sum") as refused:
+        dynadapt.open(path.parent)
+    assert refused.value.reason == "bad-file"
+
+
+def test_verify_says_where_there_is_no_check_sum(saved: dict[int, Path], tmp_path: Path) -> None:
+    save_file({"w": np.ones(300, "f4")}, tmp_path / "model.safetensors")
+    found = verified(dynadapt.open(tmp_path / "model.safetensors"))
+    assert found.problems == ()
+    assert [f.reason for f in found.warnings] == ["no-checksum"]
+    assert "1.2 KiB of 1.2 KiB" in found.warnings[0].cause
+    assert "(model.safetensors)" in found.warnings[0].cause
+    torch.serialization.set_crc32_options(compute_crc32=False)
+    try:
+        torch.save({"w": torch.ones(3)}, tmp_path / "plain.pt")
+    finally:
+        torch.serialization.set_crc32_options(compute_crc32=True)
+    assert _reasons(tmp_path / "plain.pt") == ([], ["no-checksum"])
+    dynadapt.convert(saved[2], tmp_path / "new", "safetensors")
+    assert _reasons(tmp_path / "new") == ([], [])  # the manifest has sums
+    (tmp_path / "new" / "dynadapt.json").unlink()
+    assert _reasons(tmp_path / "new") == ([], ["no-checksum"])
+
+
+def test_swapped_files_that_do_not_say_whose_they_are(
+    saved: dict[int, Path], tmp_path: Path
+) -> None:
+    """Told by the manifest's sums, where there is one; else that it cannot be told."""
+    new = tmp_path / "new"
+    dynadapt.convert(saved[2], new, "dcp/fsdp2:dp=4")
+    sizes = {p: p.stat().st_size for p in sorted(new.glob("*.distcp"))}
+    one, two = next((a, b) for a in sizes for b in sizes if a < b and sizes[a] == sizes[b])
+    for path, other in ((one, tmp_path / "x"), (two, one), (tmp_path / "x", two)):
+        path.rename(other)
+    problems, unsure = _reasons(new)
+    assert set(problems) == {"certificate"}
+    assert unsure == []
+    (new / "dynadapt.json").unlink()
+    assert _reasons(new) == ([], ["nameless-files"])
+
+
+def test_swapped_files_of_a_universal_checkpoint(saved: dict[int, Path], tmp_path: Path) -> None:
+    """A state under another's name, by the name that torch wrote into it; weights by their copies."""
+    new = tmp_path / "new"
+    dynadapt.convert(saved[2], new, "universal")
+    (new / "dynadapt.json").unlink()
+    assert _reasons(new) == ([], ["nameless-files"])
+    zero = new / "dynadapt" / "zero"
+    shapes = {s.key.name: s.shape for s in dynadapt.open(new).keys if s.key.slot == "exp_avg"}
+    one, two = next((a, b) for a in shapes for b in shapes if a < b and shapes[a] == shapes[b])
+    for a, b, told in (
+        (zero / one / "exp_avg.pt", zero / one / "exp_avg_sq.pt", "mixed-files"),
+        (zero / one / "fp32.pt", zero / two / "fp32.pt", "stale-copy"),
+    ):
+        for path, other in ((a, tmp_path / "x"), (b, a), (tmp_path / "x", b)):
+            path.rename(other)
+        if told == "mixed-files":
+            with pytest.raises(Refused, match="another state's") as refused:
+                dynadapt.open(new)
+            assert refused.value.reason == told
+        else:
+            problems, _ = _reasons(new)
+            assert problems == [told] * 2
+        for path, other in ((a, tmp_path / "x"), (b, a), (tmp_path / "x", b)):
+            path.rename(other)
+    assert _reasons(new) == ([], ["nameless-files"])
 
 
 def test_no_name_leads_out_of_a_universal_checkpoint(tmp_path: Path) -> None:

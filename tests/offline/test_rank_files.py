@@ -95,6 +95,17 @@ def test_numbered_states_of_flats_are_refused_by_name(tmp_path: Path) -> None:
     assert caught.value.reason == "unsupported-state"
 
 
+def test_files_that_changed_places_are_told(
+    flats: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    """By the name that torch wrote into each."""
+    for rank in (0, 1):
+        shutil.copy(flats[0] / f"state_rank_{rank}.pt", tmp_path / f"state_rank_{1 - rank}.pt")
+    with pytest.raises(Refused, match="was written as state_rank_1") as caught:
+        dynadapt.open(tmp_path, model=jobs.net())
+    assert caught.value.reason == "mixed-files"
+
+
 def test_a_rank_that_is_missing_is_told(
     flats: tuple[Path, list[dict[str, Any]]], tmp_path: Path
 ) -> None:

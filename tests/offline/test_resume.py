@@ -324,14 +324,60 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
             subprocess.run(["umount", "-l", str(disk)], check=True)  # files may be mapped
 
 
-def test_a_forced_target_comes_back(tmp_path: Path) -> None:
+def _killed_as_it_replaces(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that dies when the old checkpoint has lost its name, and the new one has none yet."""
+    place, renamed, rename = Place(path, force=True), [], Path.rename
+
+    def once(own: Path, to: Path) -> Path:
+        renamed.append(own)
+        if len(renamed) > 1:
+            raise KeyboardInterrupt
+        return rename(own, to)
+
+    place.begin()
+    monkeypatch.setattr(Path, "rename", once)
+    with pytest.raises(KeyboardInterrupt):
+        place.settle()
+    monkeypatch.undo()
+    place.leave()
+
+
+def test_a_forced_target_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed between the two renames of a replacement: the old one has its name again."""
     source = _source(tmp_path / "a")
     offline.convert(source, tmp_path / "b", "safetensors")
     before = _bytes(tmp_path / "b")
-    (tmp_path / "b").rename(Place(tmp_path / "b").old)
+    _killed_as_it_replaces(tmp_path / "b", monkeypatch)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".b.old", ".b.partial", "a"]
     with pytest.raises(Refused) as caught:
         offline.convert(source, tmp_path / "b", "safetensors")
     assert caught.value.reason == "target-exists"
     assert _bytes(tmp_path / "b") == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", [".b.partial", ".b.old"])
+@pytest.mark.parametrize("what", ["folder", "file", "link", "lock"])
+def test_what_somebody_else_made_is_not_touched(tmp_path: Path, name: str, what: str) -> None:
+    """Folders and files under the names that are used here, and without the mark that is left here."""
+    source, target = _source(tmp_path / "a"), tmp_path / "b"
+    offline.convert(source, target, "safetensors")
+    theirs, there = tmp_path / name, tmp_path / "theirs"
+    for folder in (there,) if what == "link" else (theirs,) if what != "file" else ():
+        folder.mkdir()
+        (folder / ("lock" if what == "lock" else "notes")).write_text("mine")
+    if what == "link":
+        theirs.symlink_to(there)
+    elif what == "file":
+        theirs.write_text("mine")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for resume in (False, True):
+        with pytest.raises(Refused) as caught:
+            offline.convert(source, target, "safetensors", force=True, resume=resume)
+        assert caught.value.findings[0].where == str(theirs)
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    if name == ".b.old":  # is not needed where nothing is replaced
+        shutil.rmtree(target)
+        offline.convert(source, target, "safetensors", force=True)
+        kept = {path: data for path, data in before.items() if target not in path.parents}
+        assert kept == {path: path.read_bytes() for path in kept}

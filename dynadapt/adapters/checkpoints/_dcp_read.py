@@ -68,6 +68,7 @@ class Reading(Chunks):
             tuple(self.aux),
             files=files,
             written=self._written(saved),
+            nameless="files",
         )
 
     def _written(self, saved: Saved) -> str:

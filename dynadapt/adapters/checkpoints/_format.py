@@ -127,13 +127,24 @@ def _amiss(own: Described) -> Iterator[Finding]:
     """Names that are no text, and tensors that leave their storage: nobody after this looks again."""
     fix = "it may be damaged: copy it again"
     for spec in own.specs:
-        if not all(isinstance(name, str) for name in (*spec.key, *spec.aliases)):
+        if not all(map(_is_text, (*spec.key, *spec.aliases))):
             yield Finding("malformed", str(spec.key)[:80], "a name that is no text", fix)
     for rows in own.files.values():
         for row in rows:
             if row.box.volume and row.last >= own.buffers[row.buffer].numel:
                 cause = f"its elements {row.box} lie outside of their storage"
                 yield Finding("malformed", str(row.key)[:80], cause, fix)
+
+
+def _is_text(name: Any) -> bool:
+    """Whether a name can be written down: half of a pair of surrogates cannot."""
+    if not isinstance(name, str):
+        return False
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def named_folder(path: Path, pointer: str) -> Path | None:

@@ -103,6 +103,11 @@ class Reading:
     def _sort(self, stem: str, files: list[TorchFile]) -> None:
         """Model, optimizer, or something else: of that the first rank's values."""
         for rank, file in enumerate(files):
+            own, written = _NAME.match(Path(file.path).name), _NAME.match(f"{file.root}.pt")
+            if own and written and int(own[2]) != int(written[2]):
+                cause = f"was written as {file.root}: it is another rank's"
+                fix = "give it its name back, or copy the whole checkpoint again"
+                self.files.findings.append(Finding("mixed-files", file.path, cause, fix))
             tree = file.tree if isinstance(file.tree, dict) else {}
             model = next((tree[n] for n in MODEL if isinstance(tree.get(n), dict)), None)
             optimizer = next((tree[n] for n in OPTIMIZER if isinstance(tree.get(n), dict)), None)

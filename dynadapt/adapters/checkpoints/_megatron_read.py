@@ -129,6 +129,7 @@ class Reading(Chunks):
             *(tuple(self.specs.values()), (), self.buffers, self.scalars, tuple(self.aux)),
             files=files,
             made_by="Megatron-Core",
+            nameless="files",
         )
 
     def _model(

@@ -122,7 +122,7 @@ class Frame:
         """The same with the tree as a pickle already."""
         parts, directory = [], b""
         for entry in self._entries:
-            crc = crcs[entry.name.decode().rpartition("/data/")[2]]
+            crc = crcs[entry.name.decode().removeprefix(f"{self._name}/data/")]
             parts.append((entry.header, entry.local(crc)))
             directory += entry.central(crc)
         at, count = self.size, len(self._entries)

@@ -52,6 +52,9 @@ __all__ = ["UniversalDir"]
 MODEL = "mp_rank_00_model_states.pt"
 MODEL3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
+_STATES = frozenset({"fp32", "exp_avg", "exp_avg_sq", "momentum_buffer", "sum", "step"})
+"""Names under which DeepSpeed's converter writes the states of a parameter."""
+
 
 class UniversalDir(Format):
     """Reads and writes a universal checkpoint (a folder with `latest_universal`, or its tag folder)."""
@@ -214,6 +217,10 @@ def _read(root: Path) -> Described:
         }
         for each in found:
             file = read_torch(str(folder / each))
+            if file.root in _STATES and f"{file.root}.pt" != each:
+                cause = f"was written as {file.root}.pt: it is another state's"
+                fix = "give it its name back, or copy the whole checkpoint again"
+                files.findings.append(Finding("mixed-files", f"zero/{name}/{each}", cause, fix))
             value = file.tree.get("param") if isinstance(file.tree, dict) else file.tree
             slot = each.removesuffix(".pt")
             key = Key(name, "param" if slot == "fp32" else slot)
@@ -270,6 +277,7 @@ def _read(root: Path) -> Described:
         files=rows,
         written="universal",
         made_by=made_by(common),
+        nameless="folders",
     )
 
 
