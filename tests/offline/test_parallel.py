@@ -19,6 +19,7 @@ from tests import _ranks
 from tests.adapters import test_deepspeed_autotp as autotp
 from tests.adapters._pipe_engines import differing
 from tests.offline import _parallel
+from tests.offline import _pipe_and_tensor as both
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -156,6 +157,56 @@ def test_a_layer_of_a_plain_pipeline_that_is_gone(tmp_path: Path) -> None:
     with pytest.raises(Refused) as caught:
         dynadapt.open(tmp_path / kind, order=_parallel.names_of(kind)["order"])
     assert {f.reason for f in caught.value.findings} == {"missing-file"}
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [(1, "bf16"), pytest.param(0, "fp32", marks=pytest.mark.nightly)]
+)
+def test_pipeline_and_tensor_parallel(tmp_path: Path, stage: int, dtype: str) -> None:
+    """Stages of parts: DeepSpeed's gathers have the same bits, and its own converter makes the same of it."""
+    told = _ranks.pool(4).run(both.saved, str(tmp_path / "a"), stage, dtype, timeout=200)[0]
+    said = {"order": both.NAMES} if not stage else {}
+    found = dynadapt.open(tmp_path / "a", **said)
+    assert not found.problems()
+    for (name, slot), full in _states(told).items():
+        array = found.tensors[f"{name}/{slot}"]
+        assert torch.equal(torch.from_numpy(array.copy()), full.to(torch.float32)), (name, slot)
+    dynadapt.convert(found, tmp_path / "b", f"zero{stage}:dp=4")
+    ours = _ranks.pool(4).run(both.loaded, str(tmp_path / "b"), stage, dtype, False, timeout=200)[0]
+    if stage:
+        _universal(tmp_path / "a" / "t", tmp_path / "c" / "t")
+        (tmp_path / "c" / "latest_universal").write_text("t")
+        theirs = _ranks.pool(4).run(both.loaded, str(tmp_path / "c"), stage, dtype, True)[0]
+        peer = dynadapt.diff(found, tmp_path / "c", ignore_missing=True)
+        assert {d.key for d in peer.tensors if d.verdict == "identical"} >= {
+            f"{name}/{slot}" for name, slot in _states(told)
+        }
+        assert dynadapt.open(tmp_path / "c").scalars == found.scalars
+    else:
+        dynadapt.convert(found, tmp_path / "c", "torch")
+        assert dynadapt.diff(tmp_path / "b", tmp_path / "c").same
+        theirs = ours
+    assert ours["losses"] == theirs["losses"]
+    assert differing(ours["held"], theirs["held"]) == []
+
+
+def _universal(source: Path, target: Path) -> None:
+    """By DeepSpeed's own converter."""
+    import argparse
+
+    from deepspeed.checkpoint import ds_to_universal
+
+    ds_to_universal.main(
+        argparse.Namespace(
+            input_folder=str(source),
+            output_folder=str(target),
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=False,
+        )
+    )
 
 
 def _without(folder: Path, into: Path, change: Any) -> Path:

@@ -209,8 +209,12 @@ def hyper_item(groups: Sequence[Iterable[str]], param_groups: Sequence[Any]) -> 
     return AuxItem("param_groups", value)
 
 
-def aux_items(common: Mapping[str, Any]) -> list[AuxItem]:
-    """Counters, scheduler and what the job did to a step by configuration."""
+def aux_items(common: Mapping[str, Any], clipped: Any = None) -> list[AuxItem]:
+    """Counters, scheduler and what the job did to a step by configuration.
+
+    `clipped` is what its optimizer says to have clipped gradients by. Without that the config tells it, if
+    it has it: what it was by default depends on the version.
+    """
     counters = {
         name: common[name]
         for name in ("global_steps", "global_samples", "skipped_steps")
@@ -231,13 +235,15 @@ def aux_items(common: Mapping[str, Any]) -> list[AuxItem]:
         ),
         "float32",
     )
-    behaviour = {
+    behaviour: dict[str, Any] = {
         "framework": "deepspeed",
         "zero_stage": int(_number(zero.get("stage"))) if isinstance(zero, dict) else 0,
         "precision": precision,
-        "gradient_clipping": _number(config.get("gradient_clipping")),
         "config": {name: v for name, v in config.items() if encodable(v)},
     }
+    clips = [v for v in (clipped, config.get("gradient_clipping")) if type(v) in {int, float}]
+    if clips:
+        behaviour["gradient_clipping"] = _number(clips[0])
     items.append(AuxItem("behaviour", behaviour))
     known = {
         *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes"),

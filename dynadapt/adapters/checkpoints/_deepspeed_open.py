@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dynadapt.adapters.checkpoints._deepspeed_files import Folder
 from dynadapt.adapters.checkpoints._deepspeed_join import joined, whole_of
 from dynadapt.adapters.checkpoints._deepspeed_read import Flats
 from dynadapt.adapters.checkpoints._deepspeed_read0 import Whole
-from dynadapt.adapters.checkpoints._deepspeed_stages import has_layers, staged
+from dynadapt.adapters.checkpoints._deepspeed_stages import layer_files, staged
 from dynadapt.adapters.checkpoints._deepspeed_write import Writing
 from dynadapt.adapters.checkpoints._deepspeed_write0 import Writing0
 from dynadapt.errors import Finding, Refused
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from dynadapt.protocols import Described, FileSource, FileTarget
@@ -25,24 +26,43 @@ __all__ = ["described", "writing_of"]
 
 def described(root: Path, said: FileSource) -> Described:
     """What the folder of a tag holds; raises `Refused` with all that is wrong."""
-    folders = Folder.parts(root)
-    if layers := has_layers(root):
-        folders = staged(root, folders, said)
-    parts: list[Described] = []
+    stages: list[tuple[Folder, ...]] = [Folder.parts(root)]
+    if layers := layer_files(root):
+        stages = _stages(root, layers, stages[0], said)
+    parts: list[list[Described]] = []
     findings: list[Finding] = []
-    for folder in folders:
-        try:
-            parts.append(_part(folder, said))
-        except Refused as error:
-            findings += error.findings
+    for folders in stages:
+        parts.append([])
+        for folder in folders:
+            try:
+                parts[-1].append(_part(folder, said))
+            except Refused as error:
+                findings += error.findings
     if findings:
         raise Refused(tuple(dict.fromkeys(findings)))
-    if len(parts) == 1:
-        return parts[0]
-    if not layers:
-        shapes = dict(said.shapes)
-        parts = whole_of(parts, [folder.common for folder in folders], shapes)
-    return joined(parts)
+    shapes = dict(said.shapes)
+    every = [
+        part
+        for folders, own in zip(stages, parts, strict=True)
+        for part in (
+            whole_of(own, [folder.common for folder in folders], shapes) if len(own) > 1 else own
+        )
+    ]
+    return every[0] if len(every) == 1 else joined(every)
+
+
+def _stages(
+    root: Path, layers: Sequence[Mapping[int, str]], folders: Sequence[Folder], said: FileSource
+) -> list[tuple[Folder, ...]]:
+    """The parts of each stage of a pipeline, one of every tensor-parallel rank: those count fastest."""
+    ranks = len(layers)
+    if len(folders) % ranks:
+        cause = f"has {len(folders)} parts of the model (mp_rank), of {ranks} tensor-parallel ranks"
+        raise Refused([Finding("missing-file", str(root), cause, "copy the whole checkpoint")])
+    if ranks > 1:  # whole shapes are not those of a rank's part
+        said = replace(said, shapes=())
+    columns = [staged(root, names, folders[rank::ranks], said) for rank, names in enumerate(layers)]
+    return list(zip(*columns, strict=True))
 
 
 def _part(folder: Folder, said: FileSource) -> Described:

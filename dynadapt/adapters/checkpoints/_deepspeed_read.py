@@ -85,6 +85,11 @@ class Reading(ABC):
     def scaler(self) -> AuxItem | None:
         """What the loss is multiplied by."""
 
+    @property
+    @abstractmethod
+    def clipped(self) -> Any:
+        """What the optimizer says to have clipped gradients by; None: it does not."""
+
     def described(self) -> Described:
         """All of it; raises `Refused` with every finding."""
         if findings := mixed(self.folder):
@@ -96,7 +101,7 @@ class Reading(ABC):
         if findings:
             raise Refused(findings)
         scaler = self.scaler
-        aux = (*own, *aux_items(self.folder.common), *([scaler] if scaler else []))
+        aux = (*own, *aux_items(self.folder.common, self.clipped), *([scaler] if scaler else []))
         files = {file_endpoint(name): tuple(rows) for name, rows in self.files.rows.items()}
         specs = tuple(self.specs.values())
         copies = [spec.dtype for spec in specs if spec.key.slot == "compute"]
@@ -232,6 +237,11 @@ class Flats(Reading):
     def scaler(self) -> AuxItem | None:
         """An object of its own."""
         return scaler_item(self.states[0].get("loss_scaler"))
+
+    @property
+    def clipped(self) -> Any:
+        """See `Reading.clipped`. Stage 3 does not say it."""
+        return self.states[0].get("clip_grad")
 
     def optimizer(self) -> list[AuxItem]:
         """See `Reading.optimizer`."""

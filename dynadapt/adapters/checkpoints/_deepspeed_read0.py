@@ -88,6 +88,11 @@ class Whole(Reading):
         return AuxItem("scaler", {**value, "override": None})
 
     @property
+    def clipped(self) -> Any:
+        """See `Reading.clipped`. Only a wrapper with flats says it."""
+        return self.tree.get("clip_grad")
+
+    @property
     def names(self) -> list[list[str]]:
         """The names of each group, where the optimizer has those of all its parameters; else none."""
         found = [[str(n) for n in _list(own.get("param_names"))] for own in self.param_groups]

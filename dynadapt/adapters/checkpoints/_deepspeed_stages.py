@@ -30,24 +30,37 @@ if TYPE_CHECKING:
     from dynadapt.adapters.checkpoints._torch_file import TorchFile
     from dynadapt.protocols import FileSource
 
-__all__ = ["has_layers", "staged"]
+__all__ = ["layer_files", "staged"]
 
 _LAYER = re.compile(r"^layer_(\d+)(?:-model_(\d+))?-model_states\.pt$")
 
 
-def has_layers(root: Path) -> bool:
-    """Whether a checkpoint is a pipeline's."""
-    return any(_LAYER.match(p.name) for p in root.iterdir())
+def layer_files(root: Path) -> list[dict[int, str]]:
+    """The files of a pipeline's layers, by number, of each tensor-parallel rank; none: it is no pipeline's.
+
+    Raises `Refused` (`missing-file`) if one has layers that another has not.
+    """
+    found: dict[int, dict[int, str]] = {}
+    for name in sorted(p.name for p in root.iterdir()):
+        if match := _LAYER.match(name):
+            found.setdefault(int(match[2] or 0), {})[int(match[1])] = name
+    ranks = [own for _, own in sorted(found.items())]
+    numbers = {number for own in ranks for number in own}
+    if max(found, default=0) >= len(ranks) > 0 or any(own.keys() != numbers for own in ranks):
+        cause = "some layers have not a file of every tensor-parallel rank"
+        fix = "copy the whole checkpoint"
+        raise Refused([Finding("missing-file", str(root), cause, fix)])
+    return ranks
 
 
-def staged(root: Path, folders: Sequence[Folder], said: FileSource) -> tuple[Folder, ...]:
-    """The parts of a pipeline with their layers; raises `Refused` for what cannot be told."""
-    found = [(m, p.name) for p in root.iterdir() if (m := _LAYER.match(p.name))]
-    if any(int(m[2] or 0) for m, _ in found):
-        cause = "was written under tensor and pipeline parallelism together"
-        fix = "convert it with ds_to_universal first"
-        raise Refused([Finding("unsupported-parallel", str(root), cause, fix)])
-    files = {int(m[1]): read_torch(str(root / name)) for m, name in found}
+def staged(
+    root: Path, names: Mapping[int, str], folders: Sequence[Folder], said: FileSource
+) -> tuple[Folder, ...]:
+    """The parts of a pipeline, or of a tensor-parallel rank's part of it, with their layers.
+
+    `names` are the files of layers. Raises `Refused` for what cannot be told.
+    """
+    files = {number: read_torch(str(root / name)) for number, name in sorted(names.items())}
     buffers = frozenset(str(n) for f in folders for n in f.common.get("buffer_names") or ())
     listed = [_sizes(folder) for folder in folders]
     stages = [] if all(listed) else optimizers(root, folders, said)

@@ -222,15 +222,15 @@ def config_of(aux: Mapping[str, AuxItem], model: Model, zero: Mapping[str, Any])
 
 
 def clipping(aux: Mapping[str, AuxItem]) -> dict[str, float]:
-    """What a DeepSpeed job clipped by. Nothing where the source was none: the loading job keeps its own.
+    """What a DeepSpeed job clipped by. Nothing where that is not known: the loading job keeps its own.
 
     DeepSpeed takes it from the checkpoint, where a zero would switch clipping off.
     """
     behaviour = aux["behaviour"].value if "behaviour" in aux else {}
-    if not behaviour.get("config"):
+    value = behaviour.get("gradient_clipping")
+    if behaviour.get("framework") != "deepspeed" or not isinstance(value, int | float):
         return {}
-    value = behaviour["config"].get("gradient_clipping")
-    return {"clip_grad": float(value) if type(value) in {int, float} else 0.0}
+    return {"clip_grad": float(value)}
 
 
 def model_tree(

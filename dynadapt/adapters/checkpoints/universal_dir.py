@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import struct
 from dataclasses import replace
+from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dynadapt.adapters.checkpoints import _deepspeed_geometry as geometry
 from dynadapt.adapters.checkpoints import _deepspeed_trees as trees
@@ -43,8 +44,9 @@ from dynadapt.vps.keys import Key, KeySpec
 from dynadapt.vps.layout import file_endpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
+    from dynadapt.adapters.checkpoints._torch_file import TorchFile
     from dynadapt.protocols import Agree
 
 __all__ = ["UniversalDir"]
@@ -179,24 +181,23 @@ def _folder(path: Path) -> Path | None:
 
 
 def _read(root: Path) -> Described:
-    names = [name for name in (MODEL, MODEL3) if (root / name).is_file()]
-    if not names:
-        cause = "has no file of model states"
-        raise Refused([Finding("missing-file", str(root), cause, "copy the whole checkpoint")])
-    model = read_torch(str(root / names[0]))
-    common = model_states(model)
+    parts = _parts(root)
+    model, common = parts[0], model_states(parts[0])
     files = Files(str(root))
     specs: dict[Key, KeySpec] = {}
     scalars: dict[str, dict[str, int | float]] = {}
-    groups = groups_of(common)
+    groups = _groups(parts)
     zero = options_of(options_of(common, "ds_config"), "zero_optimization")
     if zero.get("round_robin_gradients") and type(ranks := common.get("dp_world_size")) is int:
         groups = [geometry.undealt(own, max(ranks, 1)) for own in groups]
+    if len(parts) > 1:  # each lists what it has itself of a tensor
+        groups = [{n: _shape(root, n) or shape for n, shape in own.items()} for own in groups]
     shapes = {name: shape for own in groups for name, shape in own.items()}
     aliases = aliases_of(common)
     module = options_of(common, "module")
     buffer_names = set(common.get("buffer_names") or ())
-    params = [n for n in module if n not in buffer_names]
+    params = [n for n in module or shapes if n not in buffer_names]
+    files.findings += _unlisted(root, parts, {*shapes, *module, *chain(*aliases.values())})
     order = {name: i for i, name in enumerate(params)}
     number_of = {name: i for i, own in enumerate(groups) for name in own}
     frozen = geometry.shapes_of(common.get("frozen_param_shapes"))
@@ -269,7 +270,8 @@ def _read(root: Path) -> Described:
         raise Refused(files.findings)
     family = family_of_slots(key.slot for key in specs)
     named = [AuxItem("optimizer", family)] if family else []
-    aux = [*_optimizer(root, groups), *named, *aux_items(common)]
+    tree = _optimizer(root)
+    aux = [*_optimizer_items(tree, groups), *named, *aux_items(common, tree.get("clip_grad"))]
     rows = {file_endpoint(path): tuple(own) for path, own in files.rows.items()}
     told = tuple(specs.values())
     return Described(
@@ -278,7 +280,50 @@ def _read(root: Path) -> Described:
         written="universal",
         made_by=made_by(common),
         nameless="folders",
+        ordered=bool(module),
     )
+
+
+def _parts(root: Path) -> list[TorchFile]:
+    """The model states of each part of the model: one, if it was not pipeline- or tensor-parallel."""
+    for first in (MODEL, MODEL3):
+        found: list[TorchFile] = []
+        while (path := root / first.replace("mp_rank_00", f"mp_rank_{len(found):02}")).is_file():
+            found.append(read_torch(str(path)))
+        if found:
+            return found
+    cause = "has no file of model states"
+    raise Refused([Finding("missing-file", str(root), cause, "copy the whole checkpoint")])
+
+
+def _groups(parts: Sequence[TorchFile]) -> list[geometry.Shapes]:
+    """The shapes of each group, of all parts; raises `Refused` if those have not the same groups."""
+    every = [groups_of(model_states(part)) for part in parts]
+    if len({len(own) for own in every}) > 1:
+        cause = "its stages have not the same param groups, of which it keeps the first one's"
+        fix = "convert the checkpoint that it was made of: it is read, too"
+        raise Refused([Finding("unsupported-parallel", parts[0].path, cause, fix)])
+    return [
+        {n: shape for own in same for n, shape in own.items()} for same in zip(*every, strict=True)
+    ]
+
+
+def _shape(root: Path, name: str) -> tuple[int, ...] | None:
+    """The whole shape of a parameter, as its own file has it."""
+    path = root / "zero" / name / "fp32.pt"
+    tree = read_torch(str(path)).tree if not leaves(name) and path.is_file() else {}
+    value = tree.get("param") if isinstance(tree, dict) else tree
+    return value.shape if isinstance(value, StoredTensor) else None
+
+
+def _unlisted(root: Path, parts: Sequence[TorchFile], names: set[str]) -> Iterator[Finding]:
+    """Tensors that have folders, and that nothing lists."""
+    for own in map(model_states, parts):
+        names |= {*(own.get("buffer_names") or ()), *options_of(own, "frozen_param_shapes")}
+    for path in sorted((root / "zero").iterdir()):
+        if path.name not in names and (path / "fp32.pt").is_file():
+            cause = "has states, and no file of model states lists it"
+            yield Finding("missing-file", f"zero/{path.name}", cause, "copy the whole checkpoint")
 
 
 def _lost_states(specs: Mapping[Key, KeySpec]) -> list[Finding]:
@@ -298,13 +343,15 @@ def _lost_states(specs: Mapping[Key, KeySpec]) -> list[Finding]:
     ]
 
 
-def _optimizer(root: Path, groups: Sequence[geometry.Shapes]) -> list[AuxItem]:
+def _optimizer(root: Path) -> dict[Any, Any]:
     path = root / "zero" / "optimizer_state.pt"
-    if not path.is_file():
-        return []
-    tree = read_torch(str(path)).tree
+    tree = read_torch(str(path)).tree if path.is_file() else {}
     if not isinstance(tree, dict):
         raise Refused([Finding("bad-file", str(path), "is no file of optimizer states")])
+    return tree
+
+
+def _optimizer_items(tree: Mapping[Any, Any], groups: Sequence[geometry.Shapes]) -> list[AuxItem]:
     found = options_of(tree, "optimizer_state_dict").get("param_groups") or tree.get("param_groups")
     found = [own for own in found if isinstance(own, dict)] if isinstance(found, list) else []
     scaler = scaler_item(tree.get("loss_scaler"))
