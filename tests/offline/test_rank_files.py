@@ -88,8 +88,29 @@ def test_flats_without_the_model_are_refused_by_name(
     assert caught.value.reason == "no-order"
 
 
-def test_numbered_states_of_flats_are_refused_by_name(tmp_path: Path) -> None:
-    _save(tmp_path, ("LOCAL", False, False, "numbered", 2))
+@pytest.mark.parametrize(
+    ("orig", "ranks"),
+    [
+        (False, 2),
+        (True, 2),
+        *(pytest.param(o, 3, marks=pytest.mark.nightly) for o in (False, True)),
+    ],
+)
+def test_numbered_states_of_flats(tmp_path: Path, orig: bool, ranks: int) -> None:
+    """Of flats, or of what each rank has of each parameter; where the model is not known, refused by name."""
+    answers = _save(tmp_path, ("LOCAL", orig, False, "numbered", ranks))
+    _check(dynadapt.open(tmp_path, model=jobs.net()), answers[0])
+    if ranks == 2:
+        losses = _ranks.pool(2).run(_ranks_files.load, str(tmp_path), True, timeout=200)
+        assert losses == [answer["losses"] for answer in answers]
+    with pytest.raises(Refused, match="--model") as caught:
+        dynadapt.open(tmp_path)
+    assert caught.value.reason == "no-order"
+
+
+def test_numbered_states_of_sharded_tensors_are_refused_by_name(tmp_path: Path) -> None:
+    """Nothing says which flats there were."""
+    _save(tmp_path, ("SHARDED", True, False, "numbered", 2))
     with pytest.raises(Refused, match="optim_state_dict") as caught:
         dynadapt.open(tmp_path, model=jobs.net())
     assert caught.value.reason == "unsupported-state"

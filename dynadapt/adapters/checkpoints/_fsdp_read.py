@@ -16,26 +16,27 @@ import numpy as np
 
 from dynadapt.adapters._hyper import NOT_HYPER
 from dynadapt.adapters.checkpoints._deepspeed_files import number
-from dynadapt.adapters.checkpoints._fsdp_flats import FLAT, members, placed
+from dynadapt.adapters.checkpoints._fsdp_flats import FLAT
+from dynadapt.adapters.checkpoints._fsdp_local import FlatParameters
 from dynadapt.adapters.checkpoints._names import looks_like_buffer
 from dynadapt.adapters.checkpoints._optimizer_kinds import family_of, slots_of
 from dynadapt.adapters.checkpoints._optimizer_names import dealt
+from dynadapt.adapters.checkpoints._pickle import StoredTensor
 from dynadapt.adapters.checkpoints._plain import lowered, plain_part
 from dynadapt.adapters.checkpoints._rows import Files, rows_of_span
 from dynadapt.adapters.checkpoints._shards import Part, coordinate_of, part_of
 from dynadapt.adapters.checkpoints._torch_file import read_torch
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import AuxItem, Described
-from dynadapt.vps.keys import ITEMSIZE, Key, KeySpec, canonical_name
+from dynadapt.vps.keys import Key, KeySpec, canonical_name
 from dynadapt.vps.layout import Row, file_endpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from dynadapt.adapters.checkpoints._pickle import StoredTensor
+    from dynadapt.adapters.checkpoints._fsdp_local import Parts, Stretch
     from dynadapt.adapters.checkpoints._torch_file import TorchFile
     from dynadapt.protocols import FileSource
-    from dynadapt.vps.box import Box
 
 __all__ = ["Reading", "rank_files", "read_ranks"]
 
@@ -64,26 +65,35 @@ class Reading:
         values = [value for _, tree in self.models for value in tree.values()]
         places = [at for value in values if (at := coordinate_of(value)) is not None]
         self.mesh = tuple(max(own) + 1 for own in zip(*places, strict=False))
+        self.parts: dict[str, Parts] = {}
+        self.flats: FlatParameters | None = None
+        self.numbered = False
+        """Whether the optimizer's states are by number, of flats or of views of them."""
 
     def described(self) -> Described:
         """All of it; raises `Refused` with every finding."""
         if not self.models:
             cause = "holds no model's state dict in its ranks' files"
             raise Refused([Finding("bad-file", str(self.root), cause)])
-        groups, states = self._optimizer()
-        parts: dict[str, list[tuple[TorchFile, Part]]] = {}
-        flats: dict[str, list[tuple[TorchFile, Part]]] = {}
+        flats: dict[str, Parts] = {}
         for file, tree in self.models:
             for raw, value in tree.items():
                 part = part_of(value, f"{raw} in {Path(file.path).name}", self.mesh)
                 if part is None:
                     continue
                 name = canonical_name(str(raw))
-                (flats if name.endswith(FLAT) else parts).setdefault(name, []).append((file, part))
-        group_of = {name: i for i, (own, _) in enumerate(groups) for name in own}
+                into = flats if name.endswith(FLAT) else self.parts
+                into.setdefault(name, []).append((file, part))
         if flats:
-            self._flats(flats, parts, states, group_of)
-        self._model(parts, group_of)
+            self.flats = FlatParameters(self.root, flats, self.parts, self.said)
+        groups, states = self._optimizer()
+        if self.flats is not None:
+            for members, _ in groups:
+                members[:] = [n for name in members for n in self._in_flat(name)]
+        group_of = {name: i for i, (own, _) in enumerate(groups) for name in own}
+        if self.flats is not None:
+            self._flats(self.flats, states, group_of)
+        self._model(self.parts, group_of)
         for (name, slot), own in states.items():
             base = self.specs.get(Key(name, "param"))
             if base is None:
@@ -128,20 +138,24 @@ class Reading:
         self,
     ) -> tuple[
         list[tuple[list[str], dict[str, Any]]],
-        dict[tuple[str, str], list[tuple[TorchFile, Part]]],
+        dict[tuple[str, str], Parts],
     ]:
         """Groups with their names and the rest, and what each rank has of every state."""
-        states: dict[tuple[str, str], list[tuple[TorchFile, Part]]] = {}
+        states: dict[tuple[str, str], Parts] = {}
         if not self.optimizers:
             return [], states
         named = self._named(self.optimizers[0])
-        for file, tree in self.optimizers:
+        for rank, (file, tree) in enumerate(self.optimizers):
             for id_, own in tree["state"].items():
                 name = named.get(id_)
                 if name is None or not isinstance(own, dict):
                     cause = f"has a state of {id_!r}, which is in none of its groups"
                     raise Refused([Finding("bad-file", file.path, cause)])
                 for label, value in own.items():
+                    cut = self.numbered and isinstance(value, StoredTensor) and value.shape
+                    if cut and self.flats is not None:
+                        self.flats.states.setdefault((name, str(label)), {})[rank] = (file, value)
+                        continue
                     found = number(value, file)
                     if found is not None:
                         whole = label == "step" and float(found).is_integer()
@@ -169,6 +183,13 @@ class Reading:
         every = [id_ for own in ids for id_ in own]
         if all(isinstance(id_, str) for id_ in every):
             return {id_: canonical_name(id_) for id_ in every}
+        names = [[canonical_name(name) for name in own] for own in self.said.groups]
+        told = [len(own) for own in names] == [len(own) for own in ids]
+        if self.flats is not None:
+            self.numbered = True
+            if not told or not self.flats.local:
+                names = self.flats.numbered(self.optimizers)
+            return _pairs(ids, names)
         model: dict[str, tuple[int, ...]] = {}
         seen: set[str] = set()
         for raw, value in self.models[0][1].items():
@@ -187,96 +208,67 @@ class Reading:
                     p for v in entries.values() if (p := part_of(v, "", self.mesh)) is not None
                 ]
                 large = [part for part in parts if part.shape]
-                if any(not part.sharded for part in large) or any(n.endswith(FLAT) for n in model):
+                if any(not part.sharded for part in large):
                     cause = (
                         "has states of flat parameters by number, whose parameters nothing names"
                     )
                     fix = "save FullyShardedDataParallel.optim_state_dict(model, optimizer)"
                     raise Refused([Finding("unsupported-state", file.path, cause, fix)])
                 shapes[-1].append(large[0].shape if large else None)
-        names = [[canonical_name(name) for name in own] for own in self.said.groups]
-        if [len(own) for own in names] != [len(own) for own in ids]:
+        if not told:
             place = {name: i for i, name in enumerate(self.said.order)}
             params = sorted(model.items(), key=lambda item: place.get(item[0], len(place)))
             names = dealt(shapes, params, file.path)
-        pairs = zip(ids, names, strict=True)
-        return {id_: name for own, its in pairs for id_, name in zip(own, its, strict=True)}
+        return _pairs(ids, names)
+
+    def _in_flat(self, name: str) -> list[str]:
+        """The parameters in a flat; of another name itself."""
+        flats = self.flats
+        return flats.members(name) if flats is not None and name in flats.flats else [name]
 
     def _flats(
         self,
-        flats: Mapping[str, list[tuple[TorchFile, Part]]],
-        parts: dict[str, list[tuple[TorchFile, Part]]],
-        states: Mapping[tuple[str, str], list[tuple[TorchFile, Part]]],
+        flats: FlatParameters,
+        states: Mapping[tuple[str, str], Parts],
         group_of: Mapping[str, int],
     ) -> None:
-        """The parameters that lie in flats; local ones beside them are views of the same."""
-        views = {
-            (file.path, t.storage.name)
-            for own in flats.values()
-            for file, p in own
-            for _, t in p.held
-        }
-        local = [
-            name
-            for name, own in parts.items()
-            if any((file.path, t.storage.name) in views for file, p in own for _, t in p.held)
-            or (len(own) > 1 and len({p.shape for _, p in own}) > 1)
-        ]
-        empty = {name for name, own in parts.items() if name in local}
-        order = list(dict.fromkeys(name for name in parts if name in empty)) or list(
-            self.said.order
-        )
-        for name in local:
-            del parts[name]
+        """The parameters that lie in flats, and the states that are numbered as those are."""
         shapes: dict[str, tuple[int, ...]] = dict(self.said.shapes)
         for (name, _), own in states.items():
             shapes.setdefault(name, own[0][1].shape)
-        prefixes = [name.removesuffix(FLAT) for name in flats]
-        tied = {
-            n
-            for own in self.said.tied
-            for n in sorted(own, key=order.index if set(own) <= set(order) else None)[1:]
-        }
-        for flat, own in flats.items():
-            prefix, (_, first) = flat.removesuffix(FLAT), own[0]
-            where = f"{self.root}: {flat}"
-            names = [n for n in members(prefix, prefixes, order) if n not in tied]
-            try:
-                found = placed(
-                    where, first.shape[0], names, shapes, ITEMSIZE[first.dtype], len(self.models)
-                )
-            except Refused as error:
-                self.files.findings += error.findings
-                continue
-            for name, at in found.items():
+        self.files.findings += flats.place(shapes)
+        for flat, names in flats.at.items():
+            first = flats.flats[flat][0][1]
+            for name in names:
                 spec = KeySpec(
                     Key(name, "param"),
                     shapes[name],
                     first.dtype,
                     trainable=name in group_of if group_of else bool(first.trainable),
-                    order=order.index(name),
+                    order=flats.order.index(name),
                     group=group_of.get(name, -1),
                 )
                 self.specs[spec.key] = spec
-                for file, part in own:
-                    for box, tensor in part.held:
-                        self._span(spec, at, file, box, tensor)
+            self._stretches("param", flats.stretches(flat))
+        for name, label in () if self.files.findings else flats.states:
+            self._stretches(label, flats.states_of((name, label)))
+            for each in self._in_flat(name):
+                self.scalars.setdefault(each, dict(self.scalars.get(name, {})))
+            if name in flats.flats:
+                self.scalars.pop(name, None)
 
-    def _span(
-        self, spec: KeySpec, at: int, file: TorchFile, box: Box, tensor: StoredTensor
-    ) -> None:
-        """What a shard of a flat has of the parameter that begins at element `at`."""
-        low, high = max(at, box.lo[0]), min(at + spec.numel, box.hi[0])
-        if low >= high:
-            return
-        buffer = self.files.buffer(file, tensor)
-        begin = tensor.offset + low - box.lo[0]
-        rows = rows_of_span(spec.key, spec.shape, low - at, high - at, buffer, begin)
-        self.files.rows[self.files.inside(file)].extend(rows)
+    def _stretches(self, slot: str, own: Iterable[Stretch]) -> None:
+        for name, low, high, file, tensor, begin in own:
+            key = Key(name, slot)
+            spec = self.specs[Key(name, "param")]
+            if slot != "param":
+                state = replace(spec, key=key, dtype=tensor.dtype, kind="state")
+                self.specs.setdefault(key, state)
+            buffer = self.files.buffer(file, tensor)
+            rows = rows_of_span(key, spec.shape, low, high, buffer, tensor.offset + begin)
+            self.files.rows[self.files.inside(file)].extend(rows)
 
-    def _model(
-        self, parts: Mapping[str, list[tuple[TorchFile, Part]]], group_of: Mapping[str, int]
-    ) -> None:
+    def _model(self, parts: Mapping[str, Parts], group_of: Mapping[str, int]) -> None:
         for name, own in parts.items():
             part = own[0][1]
             idle = not part.sharded and name not in group_of and bool(group_of)
@@ -390,6 +382,11 @@ class Reading:
             if item.path == "param_groups":
                 for group in item.value:
                     group["names"] = [first if n == kept else n for n in group["names"]]
+
+
+def _pairs(ids: Sequence[Sequence[Any]], names: Sequence[Sequence[str]]) -> dict[Any, str]:
+    pairs = zip(ids, names, strict=True)
+    return {id_: name for own, its in pairs for id_, name in zip(own, its, strict=True)}
 
 
 def _is_tensor(value: Any) -> bool:
