@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -384,8 +385,10 @@ def _verify(path: str, streamed: Streamed, kept: Collection[Key], effort: Effort
     Where the reader finds a row in just the bytes that were written for it, and these are as they were, its
     sum is known.
     """
-    sums, back = streamed.sums, open_checkpoint(path)
-    known = found_again(streamed.stretches, threads=effort.threads)
+    with ThreadPoolExecutor(1) as pool:
+        task = pool.submit(found_again, streamed.stretches, threads=effort.threads)
+        sums, back = streamed.sums, open_checkpoint(path)
+        known = task.result()
     have, drifted = back.sums(threads=effort.threads, known=known)
     findings = [*back.problems(), *drifted]
     for key in sorted(kept):

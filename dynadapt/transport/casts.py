@@ -17,6 +17,10 @@ __all__ = ["CASTABLE", "cast", "same_values"]
 CASTABLE = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 
+_BLOCK = 1 << 18
+"""Elements rounded at a time: what is made of them stays in the cache."""
+
+
 def cast(array: NDArray[Any], source: str, target: str) -> NDArray[Any]:
     """An array of raw elements of one dtype as another, rounded to the nearest, ties to even.
 
@@ -41,16 +45,19 @@ def cast(array: NDArray[Any], source: str, target: str) -> NDArray[Any]:
 
 
 def _to_bfloat16(array: NDArray[Any]) -> NDArray[np.uint16]:
-    words = array.view("<u4")
-    rounded = words >> np.uint32(16)
-    rounded &= np.uint32(1)
-    rounded += np.uint32(0x7FFF)
-    rounded += words
-    found: NDArray[np.uint16] = rounded.reshape(-1).view("<u2")[1::2].reshape(array.shape).copy()
-    if array.size and np.isnan(array.max()):  # rounding could carry a NaN into an infinity
-        odd = np.isnan(array)
-        found[odd] = (words[odd] >> np.uint32(16)).astype("<u2") | np.uint16(0x40)  # quiet
-    return found
+    words = array.reshape(-1).view("<u4")
+    found = np.empty(words.size, "<u2")
+    for at in range(0, words.size, _BLOCK):
+        own = words[at : at + _BLOCK]
+        rounded = own >> np.uint32(16)
+        rounded &= np.uint32(1)
+        rounded += np.uint32(0x7FFF)
+        rounded += own
+        found[at : at + _BLOCK] = rounded.view("<u2")[1::2]
+        if np.isnan(own.view("<f4").max()):  # rounding could carry a NaN into an infinity
+            odd = np.flatnonzero(np.isnan(own.view("<f4")))
+            found[at + odd] = (own[odd] >> np.uint32(16)).astype("<u2") | np.uint16(0x40)  # quiet
+    return found.reshape(array.shape)
 
 
 def same_values(a: NDArray[Any], b: NDArray[Any]) -> bool:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["WRITE", "Progress", "Stopped", "Writer"]
 
-WRITE = 768 << 10
+WRITE = 1536 << 10
 """Bytes of one write."""
 
 EARLY = 32 << 20
@@ -128,7 +128,7 @@ class Writer:
                         for i in range(0, len(data), WRITE):
                             part = data[i : i + WRITE]
                             _write(fd, part, buffer.offset + at * size + i)
-                            crc = crc32(part, crc)
+                        crc = crc32(data, crc)
                         total += weighted_sum(piece, box, row.key)
                         at += box.volume
                         read += box.volume * itemsize(pair.source.dtype)

@@ -120,16 +120,24 @@ class Making:
         self._inside(path)
         if self.dry:
             return
-        full = self.root / path
-        full.parent.mkdir(parents=True, exist_ok=True)
-        with _open(full) as file:
+        fd = _opened(self.root / path)
+        try:
             for at, data in parts:
-                file.seek(at)
-                file.write(data)
+                done = 0
+                while done < len(data):
+                    done += os.pwrite(fd, data[done:], at + done)
+        finally:
+            os.close(fd)
 
 
-def _open(path: Path) -> Any:
-    return path.open("r+b" if path.exists() else "wb")
+def _opened(path: Path) -> int:
+    """A file to be written, which may be there; its folders are made. There are hundreds of some."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, 0o666)
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, flags, 0o666)
 
 
 def allocate(path: Path, size: int) -> None:
@@ -140,15 +148,18 @@ def allocate(path: Path, size: int) -> None:
     Raises `Refused` (`disk-full`, `unwritable-file`).
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("r+b" if path.exists() else "wb") as file:
-            file.truncate(min(size, path.stat().st_size))
+        fd = _opened(path)
+        try:
+            if os.fstat(fd).st_size > size:
+                os.ftruncate(fd, size)
             if size:
                 try:
-                    os.posix_fallocate(file.fileno(), 0, size)
+                    os.posix_fallocate(fd, 0, size)
                 except OSError as error:
                     if error.errno not in {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}:
                         raise
-                    os.ftruncate(file.fileno(), size)  # some file systems cannot
+                    os.ftruncate(fd, size)  # some file systems cannot
+        finally:
+            os.close(fd)
     except OSError as error:
         raise Refused([unwritable(path, error)]) from error
