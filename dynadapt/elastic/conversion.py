@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,9 +26,10 @@ from dynadapt.files import unwritable
 from dynadapt.protocols import FileTarget, Outcome
 from dynadapt.registry import adapter_for
 from dynadapt.transport.certificate import fingerprint
-from dynadapt.transport.filling import Progress, Stopped
+from dynadapt.transport.forks import ForkLost, may_fork
 from dynadapt.transport.match import match
 from dynadapt.transport.plan import Options, Pair
+from dynadapt.transport.progress import Progress, Stopped
 from dynadapt.transport.read_back import found_again
 from dynadapt.transport.stream import Streamed, stream
 from dynadapt.vps import cover
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from dynadapt.protocols import Adapter, Described
     from dynadapt.transport.plan import Match, Narrow
     from dynadapt.vps.layout import RowLayout
+
+FORK = 128 << 20
+"""Bytes from which on forked processes are worth it."""
 
 __all__ = ["ConversionReport", "chosen_of", "convert", "copies", "laid_out", "left_out"]
 
@@ -142,12 +145,16 @@ def convert(
         job.tell(replace(report, target=str(place.path)))
     except Exception as error:
         job.end(error)
-        if ranks is not None and ranks.lost:
+        if isinstance(error, ForkLost) or (ranks is not None and ranks.lost):
             place.leave()
         else:
             place.undo()
         if isinstance(error, OSError):
             raise Refused([unwritable(error.filename or place.aside, error)]) from error
+        if isinstance(error, ForkLost):
+            cause = "a process that worked for it was killed: for want of memory, maybe"
+            fix = "--resume goes on; --max-memory or --workers 1 take less"
+            raise Refused([Finding("worker-lost", str(place.path), cause, fix)]) from error
         if isinstance(error, Stopped) and ranks is not None:
             ranks.check()
         raise
@@ -235,7 +242,7 @@ class _Job:
             for key in left_out(layout, matched)
         )
         if verify:
-            _verify(str(work.path), streamed, kept, effort)
+            _verify(str(work.path), streamed, kept, effort, fork=self._forks(streamed.written))
             clock.lap("verify")
         prints = fingerprint(there.keys, streamed.sums)
         outcomes += tuple(
@@ -336,9 +343,14 @@ class _Job:
             on_bytes=count,
             on_mark=journal.mark,
             stop=ranks.stop if ranks is not None else None,
+            fork=self._forks(total),
         )
         streamed.kept += kept
         return streamed
+
+    def _forks(self, nbytes: int) -> bool:
+        """Whether forked processes shall work on so many bytes."""
+        return self.ranks is None and self.budget.most is None and nbytes >= FORK and may_fork()
 
     def _digest(self, made: Described) -> str:
         told = [dict(self.what), sorted((name, b.numel) for name, b in made.buffers.items())]
@@ -379,16 +391,18 @@ def copies(source: RowLayout, target: RowLayout) -> list[Pair]:
     return found
 
 
-def _verify(path: str, streamed: Streamed, kept: Collection[Key], effort: Effort) -> None:
+def _verify(
+    path: str, streamed: Streamed, kept: Collection[Key], effort: Effort, *, fork: bool
+) -> None:
     """Read the target as anybody would, and compare every sum with the source's.
 
     Where the reader finds a row in just the bytes that were written for it, and these are as they were, its
     sum is known.
     """
-    with ThreadPoolExecutor(1) as pool:
-        task = pool.submit(found_again, streamed.stretches, threads=effort.threads)
-        sums, back = streamed.sums, open_checkpoint(path)
-        known = task.result()
+    sums = streamed.sums
+    with found_again(streamed.stretches, threads=effort.threads, fork=fork) as known_rows:
+        back = open_checkpoint(path)
+        known = known_rows()
     have, drifted = back.sums(threads=effort.threads, known=known)
     findings = [*back.problems(), *drifted]
     for key in sorted(kept):

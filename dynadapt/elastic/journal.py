@@ -14,7 +14,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.errors import Finding, Refused
-from dynadapt.transport.filling import Progress
+from dynadapt.transport.progress import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

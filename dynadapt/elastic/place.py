@@ -33,6 +33,19 @@ MARK = b"dynadapt\n"
 """In the lock of a hidden folder: it was made here, and what is in it may be removed."""
 
 
+_locks: set[int] = set()
+
+
+def _let_go() -> None:
+    """In a fork: the locks are its parent's, and shall end with it."""
+    for lock in _locks:
+        os.close(lock)
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
 @dataclass
 class Place:
     """A path that is to become a checkpoint; one process works on it at a time.
@@ -137,11 +150,11 @@ class Place:
                 if error.errno not in {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}:
                     raise  # some file systems have no locks
             self._lock = lock
+            _locks.add(lock)
             if _same(name, lock):
                 self._mark()
                 return
-            os.close(lock)  # its owner has just removed it
-            self._lock = -1
+            self.leave()  # its owner has just removed it
 
     def _mark(self) -> None:
         """Say in the lock of a new folder that it is of ours."""
@@ -195,6 +208,7 @@ class Place:
     def leave(self) -> None:
         """Keep what there is of it, for `begin(resume=True)`."""
         if self._lock >= 0:
+            _locks.discard(self._lock)
             os.close(self._lock)
             self._lock = -1
 

@@ -1,40 +1,43 @@
 """The buffers of files filled in order, each by one thread.
 
-What is taken at a time is written, and its sums are taken while it is in the cache. Writes of more than a
-MiB are slow on some systems.
+What is taken at a time is written, and its sums are taken while it is in the cache. Writes of 2 MiB and
+more are slow on some systems.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from threading import Event, Lock, local
+from threading import local
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from isal.isal_zlib import crc32
 
 from dynadapt.errors import Finding, Refused
-from dynadapt.files import FileBuffer, raw_dtype, start_writing, unwritable
+from dynadapt.files import FileBuffer, raw_dtype, unwritable
 from dynadapt.transport.casts import cast, same_values
 from dynadapt.transport.certificate import MASK, weighted_sum
+from dynadapt.transport.progress import Progress, Stopped
 from dynadapt.transport.sources import Sources, inside, view_of
 from dynadapt.vps.box import Box, row_major_strides
 from dynadapt.vps.keys import itemsize
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from concurrent.futures import Executor
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from dynadapt.transport.plan import Match, Narrow, Pair
+    from dynadapt.transport.watch import Heard
     from dynadapt.vps.layout import Row
 
-__all__ = ["WRITE", "Progress", "Stopped", "Writer"]
+__all__ = ["WRITE", "Writer"]
 
 WRITE = 1536 << 10
 """Bytes of one write."""
+
+TELL = 16 << 20
+"""Bytes written after which it is told, for who watches."""
 
 EARLY = 32 << 20
 """Bytes of a buffer after which the disk is told to begin with them."""
@@ -43,25 +46,8 @@ MARK = 64 << 20
 """Bytes of a buffer after which it is told how far it is, for who might continue."""
 
 
-class Stopped(Exception):
-    """Somebody wanted it to end before it was done."""
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a buffer is filled: its first `done` bytes, which are its first rows, in order.
-
-    `sums` are those rows' in the target's dtype, `crc` the check sum of the bytes, `read` the source's.
-    """
-
-    sums: tuple[int, ...] = ()
-    done: int = 0
-    crc: int = 0
-    read: int = 0
-
-
 class Writer:
-    """Fills buffers; one call of `fill` a thread."""
+    """Fills buffers; one call of `fill` a thread. `heard` is told how far each is."""
 
     def __init__(
         self,
@@ -70,18 +56,11 @@ class Writer:
         narrow: Narrow,
         piece: int,
         begun: Mapping[str, Progress] | None,
-        on_bytes: Callable[[int], None] | None,
-        on_mark: Callable[[str, Progress], None] | None,
-        stop: Event,
-        early: Executor,
+        heard: Heard,
     ) -> None:
         self._matched, self._sources, self._narrow = matched, sources, narrow
-        self._most, self._begun = piece, begun
-        self._on_bytes, self._on_mark = on_bytes, on_mark
-        self._stop, self._writing = stop, early
-        self._lock = Lock()
+        self._most, self._begun, self._heard = piece, begun, heard
         self._own = local()
-        self.kept = 0
 
     def _staging(self, count: int, dtype: str) -> NDArray[Any]:
         if not hasattr(self._own, "staging"):
@@ -109,6 +88,7 @@ class Writer:
         fresh = self._begun is None  # a fresh file's gaps are zeros as they are
         sums, at, crc, read = list(start.sums), start.done // size, start.crc, start.read
         marked = begun = start.done
+        untold = 0
         if start.done < buffer.nbytes or len(sums) < len(rows):
             for row in rows[len(sums) :]:
                 if row.strides != row_major_strides(row.box.shape) or row.offset < at:
@@ -121,7 +101,7 @@ class Writer:
                 else:
                     most = self._elements(pair, buffer.dtype)
                     for box in self._sources.pieces(pair.source.key, row.box, most):
-                        if self._stop.is_set():
+                        if self._heard.is_set():
                             raise Stopped(buffer.path)
                         piece = self._piece(pair, box, buffer.dtype)
                         data = piece.reshape(-1).view(np.uint8).data
@@ -135,22 +115,23 @@ class Writer:
                         if at * size - begun >= EARLY:
                             self._early(buffer, begun, at * size)
                             begun = at * size
-                        if self._on_bytes is not None:
-                            self._on_bytes(len(data))
+                        untold += len(data)
+                        if untold >= TELL:
+                            self._heard.bytes(untold)
+                            untold = 0
                 sums.append(total & MASK)
-                if self._on_mark is not None and at * size - marked >= MARK:
+                if at * size - marked >= MARK:
                     marked = at * size
-                    self._on_mark(name, Progress(tuple(sums), marked, crc, read))
+                    self._heard.mark(name, Progress(tuple(sums), marked, crc, read))
             crc = self._zeros(fd, buffer, at, buffer.numel, crc, fresh)
             self._early(buffer, begun, buffer.nbytes)
-            if self._on_mark is not None:
-                self._on_mark(name, Progress(tuple(sums), buffer.nbytes, crc, read))
+            self._heard.bytes(untold)
+            self._heard.mark(name, Progress(tuple(sums), buffer.nbytes, crc, read))
         return Progress(tuple(sums), buffer.nbytes, crc, read)
 
     def _early(self, buffer: FileBuffer, start: int, stop: int) -> None:
-        """Let the disk begin with some bytes of a buffer, and wait for nothing."""
         if stop > start:
-            self._writing.submit(start_writing, buffer.path, buffer.offset + start, stop - start)
+            self._heard.early(buffer.path, buffer.offset + start, stop - start)
 
     def _elements(self, pair: Pair, dtype: str) -> int:
         """How many are taken at a time: few where they are cast, which takes room of its own."""
@@ -163,17 +144,14 @@ class Writer:
         if known is None or not 0 <= known.done <= buffer.nbytes:
             return Progress()
         crc, at = 0, 0
-        while at < known.done and not self._stop.is_set():
+        while at < known.done and not self._heard.is_set():
             data = os.pread(fd, min(self._most, known.done - at), buffer.offset + at)
             if not data:
                 return Progress()
             crc, at = crc32(data, crc), at + len(data)
         if crc != known.crc:
             return Progress()
-        with self._lock:
-            self.kept += known.done
-        if self._on_bytes is not None:
-            self._on_bytes(known.done)
+        self._heard.kept(known.done)
         return known
 
     def _zeros(

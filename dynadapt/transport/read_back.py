@@ -7,6 +7,7 @@ the sums were taken; that they mean the same is for the reader to say: by key, b
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,11 +16,13 @@ from isal.isal_zlib import crc32
 
 from dynadapt.errors import Refused
 from dynadapt.files import map_pages
+from dynadapt.transport.forks import Forks
 from dynadapt.vps.box import row_major_strides
 from dynadapt.vps.keys import itemsize
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from concurrent.futures import Future
 
     from dynadapt.files import FileBuffer
     from dynadapt.vps.box import Box
@@ -70,21 +73,44 @@ def crc_of(buffer: FileBuffer) -> int:
     return crc
 
 
-def found_again(written: Sequence[Stretch], *, threads: int = 2) -> Mapping[Place, int]:
-    """The sums of all rows whose buffers have the bytes that were written; of others there is none."""
+@contextmanager
+def found_again(
+    written: Sequence[Stretch], *, threads: int = 2, fork: bool = False
+) -> Iterator[Callable[[], Mapping[Place, int]]]:
+    """The sums of all rows whose buffers have the bytes that were written; of others there is none.
 
-    def whole(stretch: Stretch) -> bool:
-        try:
-            return crc_of(stretch.buffer) == stretch.crc
-        except Refused:
-            return False  # whoever reads the rows says what is wrong
+    Threads, or with `fork` processes, are at work until the answer is asked for.
+    """
 
+    def whole(numbers: range) -> list[bool]:
+        return [_whole(written[i]) for i in numbers]
+
+    step = max(len(written) // (threads * 8), 1)
+    lots = [range(i, min(i + step, len(written))) for i in range(0, len(written), step)]
+    begun = Forks().begun if fork and threads > 1 else _begun
+    with begun(whole, lots, threads) as tasks:
+        yield lambda: _places(written, [same for task in tasks for same in task.result()])
+
+
+def _whole(stretch: Stretch) -> bool:
+    try:
+        return crc_of(stretch.buffer) == stretch.crc
+    except Refused:
+        return False  # whoever reads the rows says what is wrong
+
+
+@contextmanager
+def _begun(
+    task: Callable[[range], list[bool]], lots: Sequence[range], threads: int
+) -> Iterator[list[Future[list[bool]]]]:
     with ThreadPoolExecutor(threads) as pool:
         try:
-            same = list(pool.map(whole, written))
-        except BaseException:
+            yield [pool.submit(task, lot) for lot in lots]
+        finally:
             pool.shutdown(wait=False, cancel_futures=True)
-            raise
+
+
+def _places(written: Sequence[Stretch], same: Sequence[bool]) -> Mapping[Place, int]:
     found = {}
     for stretch, known in zip(written, same, strict=True):
         if known:

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from threading import Event
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, TypeVar
 
 from dynadapt.errors import Finding, Refused
 from dynadapt.transport.certificate import MASK, weighted_sum
-from dynadapt.transport.filling import Progress, Writer
+from dynadapt.transport.filling import Writer
+from dynadapt.transport.forks import Forks
+from dynadapt.transport.progress import Progress
 from dynadapt.transport.read_back import Stretch, place_of
 from dynadapt.transport.sources import Sources, view_of
+from dynadapt.transport.watch import Watch
 from dynadapt.vps.box import Box, atoms, uncovered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
+    from threading import Event
 
     from dynadapt.files import FileBuffer
     from dynadapt.transport.plan import Match, Narrow
@@ -32,6 +36,11 @@ __all__ = ["PIECE", "Streamed", "key_sums", "stream"]
 
 PIECE = 3 << 20
 """Bytes that a thread takes at a time."""
+
+LOT = 8 << 20
+"""Bytes of the buffers that a thread takes to fill, at least."""
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -65,15 +74,17 @@ def stream(
     on_bytes: Callable[[int], None] | None = None,
     on_mark: Callable[[str, Progress], None] | None = None,
     stop: Event | None = None,
+    fork: bool = False,
 ) -> Streamed:
     """Fill the target's buffers from the source's. The files are there, in their full size.
 
-    Each of the threads takes `piece` bytes at a time. Elements of a buffer that no row holds are zeros.
+    Each of the threads, or with `fork` of as many processes, takes `piece` bytes at a time. Elements of a
+    buffer that no row holds are zeros.
     `on_mark` is told how far a buffer is, now and then and when it is full. With `begun`, what it was told
     when the same was streamed before, buffers go on from there if the bytes still have their check sum.
     Only the buffers of a `share` are filled, if one is named; then `rest` is asked how the others ended
     up. When `stop` is set, `Stopped` is raised after the pieces that are under way. Raises `Refused` with
-    everything that was found: `uncovered`, `narrowing`, `truncated-file`.
+    everything that was found: `uncovered`, `narrowing`, `truncated-file`; and `ForkLost`.
     """
     sources = Sources(source, buffers)
     by_buffer: dict[str, list[Row]] = {name: [] for name in targets}
@@ -89,34 +100,68 @@ def stream(
     ]
     if findings:
         raise Refused(findings)
-    stop = stop or Event()
     names = [name for name in by_buffer if share is None or name in share]
     names = _by_turns(names, targets)
     order = {name: sorted(rows, key=lambda r: r.offset) for name, rows in by_buffer.items()}
+    with Watch(on_bytes, on_mark, stop) as watch:
+        forks = Forks() if fork and threads > 1 else None
+        writer = Writer(matched, sources, narrow, piece, begun, forks or watch)
+
+        def fill(lot: Sequence[str]) -> list[Progress | tuple[Finding, ...]]:
+            return [_filled(writer, name, targets[name], order[name]) for name in lot]
+
+        lots = _lots(names, targets)
+        if forks is not None:
+            found = forks.run(fill, lots, threads, watch)
+        else:
+            found = _by_threads(fill, lots, threads, watch)
     filled: dict[str, Progress] = {}
-    early = ThreadPoolExecutor(1)
-    writer = Writer(matched, sources, narrow, piece, begun, on_bytes, on_mark, stop, early)
-    with ThreadPoolExecutor(threads) as pool:
-        try:
-            tasks = {n: pool.submit(writer.fill, n, targets[n], order[n]) for n in names}
-            errors: list[Finding] = []
-            for name, task in tasks.items():
-                try:
-                    filled[name] = task.result()
-                except Refused as error:
-                    errors += error.findings
-        except BaseException:  # the threads shall not work on for an interrupt's sake
-            stop.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-        finally:
-            early.shutdown(wait=False)
+    errors: list[Finding] = []
+    for name, each in zip(names, chain.from_iterable(found), strict=True):
+        if isinstance(each, Progress):
+            filled[name] = each
+        else:
+            errors += each
     if errors:
         raise Refused(errors)
     if rest is not None:
-        found = rest()
-        filled |= {n: found.get(n, Progress()) for n in by_buffer if n not in filled}  # empty ones
-    return _total(filled, order, targets, writer.kept)
+        others = rest()
+        filled |= {n: others.get(n, Progress()) for n in by_buffer if n not in filled}  # empty ones
+    return _total(filled, order, targets, watch.before)
+
+
+def _filled(
+    writer: Writer, name: str, buffer: FileBuffer, rows: Sequence[Row]
+) -> Progress | tuple[Finding, ...]:
+    try:
+        return writer.fill(name, buffer, rows)
+    except Refused as error:
+        return error.findings
+
+
+def _by_threads(
+    fill: Callable[[Sequence[str]], T], lots: Sequence[Sequence[str]], threads: int, watch: Watch
+) -> list[T]:
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            return [task.result() for task in [pool.submit(fill, lot) for lot in lots]]
+        except BaseException:  # the threads shall not work on for an interrupt's sake
+            watch.stop()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _lots(names: Sequence[str], targets: Mapping[str, FileBuffer]) -> list[list[str]]:
+    """Buffers in order, small ones together: each lot is handed over once."""
+    lots: list[list[str]] = []
+    room = 0
+    for name in names:
+        if room <= 0:
+            lots.append([])
+            room = LOT
+        lots[-1].append(name)
+        room -= max(targets[name].nbytes, 1)
+    return lots
 
 
 def _by_turns(names: Sequence[str], targets: Mapping[str, FileBuffer]) -> list[str]:

@@ -106,7 +106,7 @@ def test_a_failure_leaves_nothing(
     _source(tmp_path / "a")
     before = (tmp_path / "a" / "model.safetensors").read_bytes()
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("on purpose")
 
     monkeypatch.setattr(home, where, fail)

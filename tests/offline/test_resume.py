@@ -17,6 +17,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from dynadapt import cli, offline
+from dynadapt.elastic import conversion
 from dynadapt.elastic.place import Place
 from dynadapt.elastic.verification import verified
 from dynadapt.errors import Refused
@@ -130,6 +131,53 @@ def test_killed_at_any_point(tmp_path: Path, to: str, every: int, force: bool) -
     assert _bytes(source) == before
 
 
+def test_forks_and_their_parent_killed_at_any_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed fork is told, and can be continued; without a parent forks end, and hold no lock."""
+    monkeypatch.setattr(conversion, "FORK", 0)
+    monkeypatch.setattr(conversion, "may_fork", lambda: True)
+    source, target = _source(tmp_path / "a"), tmp_path / "b"
+    offline.convert(source, tmp_path / "c", "universal", threads=1)
+    whole, codes = _bytes(tmp_path / "c"), []
+
+    def killed(point: int) -> None:
+        _at(point, _die)
+        try:
+            offline.convert(source, target, "universal", threads=2)
+        except Refused as error:
+            sys.exit(3 if error.reason == "worker-lost" else 4)
+
+    for point in _points(5):
+        codes.append(_forked(lambda point=point: killed(point)))
+        if codes[-1] == 0:
+            break
+        offline.convert(source, target, "universal", resume=True, force=True)
+        assert _bytes(target) == whole
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "c"]
+        shutil.rmtree(target)
+    assert set(codes) == {0, 3, -signal.SIGKILL}
+    assert _bytes(target) == whole
+
+
+def test_an_interrupt_ends_the_forks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversion, "FORK", 0)
+    monkeypatch.setattr(conversion, "may_fork", lambda: True)
+    source, target = _source(tmp_path / "a", rows=2000), tmp_path / "b"
+
+    told = count(1)
+
+    def interrupt(_done: int, _total: int) -> None:
+        if next(told) == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        offline.convert(source, target, "universal", on_bytes=interrupt)
+    assert not target.exists()
+    assert offline.convert(source, target, "universal", resume=True).bytes_kept
+    assert offline.open(target).fingerprint() == offline.open(source).fingerprint()
+
+
 def test_killed_again_and_again(tmp_path: Path) -> None:
     """Every continuation is killed too, and still it ends."""
     source, target = _source(tmp_path / "a", rows=3000), tmp_path / "b"
@@ -147,7 +195,7 @@ def test_killed_again_and_again(tmp_path: Path) -> None:
     assert offline.open(target).fingerprint() == offline.open(source).fingerprint()
 
 
-def _left(root: Path, point: int = 40) -> tuple[Path, Path]:
+def _left(root: Path, point: int = 50) -> tuple[Path, Path]:
     """A conversion that was killed as it streamed."""
     source, target = _source(root / "a"), root / "b"
 

@@ -78,6 +78,7 @@ def _values() -> dict[str, Any]:
     st.booleans(),
     st.sampled_from([1, 2]),
     st.sampled_from([1, 5, sources.FEW]),
+    st.sampled_from([False, False, True]),
 )
 @settings(max_examples=60)
 def test_any_parts_to_any_parts(
@@ -88,17 +89,19 @@ def test_any_parts_to_any_parts(
     to_flat: bool,
     threads: int,
     few: int,
+    fork: bool,
 ) -> None:
-    """Put together, or cut where the source's rows end; read back as written, by sums and by check sums."""
+    """Put together, or cut where the source's rows end; by threads or forks; read back as written."""
     root = tmp_path_factory.mktemp("x")
     values = _values()
     source, buffers = _files(root, "s", ways, flat, "float32", values)
     target, targets = _files(root, "t", to, to_flat, "float32", None)
     matched = match(source.keys, target.keys, Options())
     with mock.patch.object(sources, "FEW", few):
-        done = stream(matched, source, buffers, target, targets, threads=threads)
+        done = stream(matched, source, buffers, target, targets, threads=threads, fork=fork)
     assert done.sums == key_sums(target, targets)[0] == key_sums(source, buffers)[0]
-    known = found_again(done.stretches, threads=threads)
+    with found_again(done.stretches, threads=threads, fork=fork) as answer:
+        known = answer()
     places = {
         place_of(row, targets[row.buffer]) for e in target.endpoints for row in target.rows(e)
     }
@@ -160,7 +163,8 @@ def test_bytes_that_changed_are_summed_again(tmp_path: Path) -> None:
     data = bytearray((tmp_path / "t1").read_bytes())
     data[hurt.offset] ^= 1
     (tmp_path / "t1").write_bytes(data)
-    known = found_again(done.stretches)
+    with found_again(done.stretches) as answer:
+        known = answer()
     assert {place.key.name for place in known if place.path == hurt.path} == {"a", "c", "d", "e"}
     found = key_sums(target, targets, known=known)[0]
     assert {key.name for key in found if found[key] != done.sums[key]} == {"b"}

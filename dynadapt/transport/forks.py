@@ -1,0 +1,137 @@
+"""Work shared out among forked processes: threads would wait for the interpreter's lock at every call.
+
+A fork has all tables as they are, shares their memory, and starts at once. It only reads maps, computes with
+numpy and writes files. A process that has torch loaded is not forked: its threads and devices would not
+be there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import signal
+import sys
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing import get_all_start_methods, get_context
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from concurrent.futures import Future
+
+    from dynadapt.transport.progress import Progress
+    from dynadapt.transport.watch import Watch
+
+__all__ = ["ForkLost", "Forks", "may_fork"]
+
+T = TypeVar("T")
+_PDEATHSIG = 1
+_POLL = 0.01
+"""Seconds between looks at what was told."""
+
+
+class ForkLost(Exception):
+    """A process that worked for this one was killed."""
+
+
+def may_fork() -> bool:
+    """Whether this process may be forked for some work: on Linux, and without torch."""
+    known = sys.platform == "linux" and "fork" in get_all_start_methods()
+    return known and "torch" not in sys.modules
+
+
+class Forks:
+    """Processes that do some work and tell this one's `Watch` how far they are, by the same calls."""
+
+    def __init__(self) -> None:
+        self._context = get_context("fork")
+        self._told = self._context.SimpleQueue()
+        self._flag = mmap.mmap(-1, 1)  # shared by all forks
+
+    def bytes(self, count: int) -> None:
+        """See `Watch`; so the others."""
+        self._told.put(("bytes", count))
+
+    def mark(self, name: str, progress: Progress) -> None:
+        """See `Watch`."""
+        self._told.put(("mark", name, progress))
+
+    def early(self, path: str, start: int, nbytes: int) -> None:
+        """See `Watch`."""
+        self._told.put(("early", path, start, nbytes))
+
+    def kept(self, count: int) -> None:
+        """See `Watch`."""
+        self._told.put(("kept", count))
+
+    def is_set(self) -> bool:
+        """Whether to stop."""
+        return self._flag[0] != 0
+
+    def run(
+        self, task: Callable[[Any], T], items: Sequence[Any], workers: int, watch: Watch
+    ) -> list[T]:
+        """What `task` gives for each item, in order, by so many forks; `watch` hears what they tell.
+
+        Raises what a task raises, the first of them, when all that were begun have ended; and `ForkLost`.
+        """
+
+        def listen() -> None:
+            while not self._told.empty():
+                what, *told = self._told.get()
+                getattr(watch, what)(*told)
+            if watch.is_set():
+                self._flag[0] = 1
+
+        with self.begun(task, items, workers) as asked:
+            for each in asked:
+                while not each.done():
+                    try:
+                        each.exception(timeout=_POLL)
+                    except TimeoutError:
+                        listen()
+                listen()
+            return [each.result() for each in asked]
+
+    @contextmanager
+    def begun(
+        self, task: Callable[[Any], T], items: Sequence[Any], workers: int
+    ) -> Iterator[list[Future[T]]]:
+        """The same under way. On leaving all are told to stop, and awaited; may raise `ForkLost`.
+
+        All forks are made before it returns: what this process does then, they know nothing of.
+        """
+        begin = (task, os.getpid())
+        with ProcessPoolExecutor(workers, self._context, _begin, begin) as pool:
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+                    asked = [pool.submit(_do, item) for item in items]
+                yield asked
+            except BrokenProcessPool as error:
+                raise ForkLost from error
+            finally:
+                self._flag[0] = 1
+                pool.shutdown(wait=False, cancel_futures=True)
+
+
+_task: Callable[[Any], Any]
+
+
+def _begin(task: Callable[[Any], Any], parent: int) -> None:
+    """In a fork: an interrupt is the parent's to answer, and without the parent there is no work."""
+    global _task
+    _task = task
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _do(item: Any) -> Any:
+    return _task(item)

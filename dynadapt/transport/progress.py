@@ -1,0 +1,24 @@
+"""How far a buffer of a file is filled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Progress", "Stopped"]
+
+
+class Stopped(Exception):
+    """Somebody wanted it to end before it was done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a buffer is filled: its first `done` bytes, which are its first rows, in order.
+
+    `sums` are those rows' in the target's dtype, `crc` the check sum of the bytes, `read` the source's.
+    """
+
+    sums: tuple[int, ...] = ()
+    done: int = 0
+    crc: int = 0
+    read: int = 0
