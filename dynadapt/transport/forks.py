@@ -12,10 +12,11 @@ import mmap
 import os
 import signal
 import sys
+import time
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import get_all_start_methods, get_context
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -88,20 +89,38 @@ class Forks:
                 self._flag[0] = 1
 
         with self.begun(task, items, workers) as asked:
-            for each in asked:
-                while not each.done():
-                    try:
-                        each.exception(timeout=_POLL)
-                    except TimeoutError:
+            try:
+                for each in asked:
+                    while not each.done():
+                        with suppress(TimeoutError):
+                            each.exception(timeout=_POLL)
                         listen()
                 listen()
-            return [each.result() for each in asked]
+                return [each.result() for each in asked]
+            except BaseException:
+                self._end(asked)
+                raise
+
+    def _end(self, asked: Sequence[Future[T]]) -> None:
+        """Tell all to stop, and hear them out: who tells what nobody hears waits in the pipe."""
+        self._flag[0] = 1
+        for each in asked:
+            each.cancel()
+        try:
+            while not all(each.done() for each in asked):
+                while not self._told.empty():
+                    self._told.get()
+                time.sleep(_POLL)
+        except BaseException:  # interrupted once more
+            for child in self._context.active_children():
+                child.kill()
+            raise
 
     @contextmanager
     def begun(
         self, task: Callable[[Any], T], items: Sequence[Any], workers: int
     ) -> Iterator[list[Future[T]]]:
-        """The same under way. On leaving all are told to stop, and awaited; may raise `ForkLost`.
+        """The same under way, of tasks that tell nothing. Those under way are awaited; may raise `ForkLost`.
 
         All forks are made before it returns: what this process does then, they know nothing of.
         """
@@ -115,8 +134,7 @@ class Forks:
             except BrokenProcessPool as error:
                 raise ForkLost from error
             finally:
-                self._flag[0] = 1
-                pool.shutdown(wait=False, cancel_futures=True)
+                pool.shutdown(cancel_futures=True)
 
 
 _task: Callable[[Any], Any]

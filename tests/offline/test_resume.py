@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import shutil
 import signal
@@ -29,9 +30,10 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 
 
-def _source(folder: Path, rows: int = 40) -> Path:
+def _source(folder: Path, rows: int = 40, layers: int = 7) -> Path:
     rng = np.random.default_rng(0)
-    tensors = {f"layers.{i}.weight": rng.standard_normal((rows, 33)).astype("f4") for i in range(7)}
+    names = [f"layers.{i}.weight" for i in range(layers)]
+    tensors = {name: rng.standard_normal((rows, 33)).astype("f4") for name in names}
     tensors["empty"] = np.zeros((0, 4), "f4")
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
@@ -160,11 +162,14 @@ def test_forks_and_their_parent_killed_at_any_point(
     assert _bytes(target) == whole
 
 
-def test_an_interrupt_ends_the_forks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("layers", [7, 900])
+def test_an_interrupt_ends_the_forks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: int
+) -> None:
+    """Also those that have more to tell than a pipe holds."""
     monkeypatch.setattr(conversion, "FORK", 0)
     monkeypatch.setattr(conversion, "may_fork", lambda: True)
-    source, target = _source(tmp_path / "a", rows=2000), tmp_path / "b"
-
+    source, target = _source(tmp_path / "a", 20_000 // layers, layers), tmp_path / "b"
     told = count(1)
 
     def interrupt(_done: int, _total: int) -> None:
@@ -172,9 +177,10 @@ def test_an_interrupt_ends_the_forks(tmp_path: Path, monkeypatch: pytest.MonkeyP
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        offline.convert(source, target, "universal", on_bytes=interrupt)
+        offline.convert(source, target, "safetensors", on_bytes=interrupt)
     assert not target.exists()
-    assert offline.convert(source, target, "universal", resume=True).bytes_kept
+    assert not multiprocessing.active_children()
+    assert offline.convert(source, target, "safetensors", resume=True).bytes_kept
     assert offline.open(target).fingerprint() == offline.open(source).fingerprint()
 
 
