@@ -14,9 +14,9 @@ import signal
 import sys
 import time
 import warnings
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing import get_all_start_methods, get_context
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -92,8 +92,7 @@ class Forks:
             try:
                 for each in asked:
                     while not each.done():
-                        with suppress(TimeoutError):
-                            each.exception(timeout=_POLL)
+                        wait([each], _POLL)
                         listen()
                 listen()
                 return [each.result() for each in asked]
