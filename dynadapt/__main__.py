@@ -1,6 +1,6 @@
 """`python -m dynadapt` is the command."""
 
-from dynadapt.cli import main
+from dynadapt.cli import run
 
 if __name__ == "__main__":
-    main()
+    run()

@@ -162,6 +162,19 @@ def test_a_bad_path_is_one_message(tmp_path: Path) -> None:
     assert "Traceback" not in ran.stderr
 
 
+def test_who_reads_no_more_is_no_error_to_show() -> None:
+    """The script ends its process itself: with what was printed, and the code that it had."""
+    words = [sys.executable, "-m", "dynadapt", "--help"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as done:
+        assert done.stdout is not None
+        assert done.stderr is not None
+        done.stdout.close()
+        assert done.stderr.read() == b""
+        assert done.wait(60) in {0, 1}
+    assert "convert" in _run("--help").stdout
+    assert _run("no-such-command").returncode == 2
+
+
 def test_plan_of_a_model_that_is_not_loaded(tmp_path: Path) -> None:
     """A listing of tensors and two layouts are enough; the figures are those of the layouts."""
     listing = tmp_path / "model.json"

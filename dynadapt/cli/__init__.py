@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
 
 import typer
@@ -16,7 +18,7 @@ from dynadapt.cli._plan import plan
 from dynadapt.cli._show import show
 from dynadapt.errors import DynadaptError, lines_of
 
-__all__ = ["app", "main"]
+__all__ = ["app", "main", "run"]
 
 app = typer.Typer(
     name="dynadapt",
@@ -49,5 +51,28 @@ def main() -> None:
         sys.exit(2)
 
 
+def run() -> None:
+    """What the installed script calls: `main`, and then the end of this process.
+
+    To look for garbage as modules are loaded, and to take the interpreter apart, takes as long as a small
+    command does.
+    """
+    gc.set_threshold(100_000)
+    code: object = 0
+    try:
+        main()
+    except SystemExit as ended:
+        code = ended.code or 0
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:  # who read it has gone
+        code = code or 1
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    main()
+    run()
