@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from dynadapt.elastic.arrangement import Order
     from dynadapt.elastic.outcome import MigrationReport
     from dynadapt.elastic.plan_report import PlanReport
     from dynadapt.elastic.side import Side
@@ -238,7 +239,7 @@ def load(
     live: Any,
     path: str | os.PathLike[str],
     *,
-    order: Sequence[str] = (),
+    order: Order = (),
     groups: Sequence[Sequence[str]] = (),
     model: Model | None = None,
     allow: Collection[str] = (),
@@ -275,7 +276,7 @@ def load(
     unfit: tuple[Finding, ...] = ()
     source: str | FileSource = os.fspath(path)
     try:
-        source = source_of(path, order, groups, known_of(model))
+        source = source_of(path, order, groups, known_of(model, None, order))
     except Refused as error:  # told to all ranks, so that none of them waits for this one
         unfit = error.findings
     settings = _settings(
@@ -354,7 +355,7 @@ def save(
 def fingerprint(
     x: Any,
     *,
-    order: Sequence[str] = (),
+    order: Order = (),
     groups: Sequence[Sequence[str]] = (),
     model: Model | None = None,
     tensor_map: TensorMap | None = None,
@@ -374,7 +375,7 @@ def fingerprint(
     """
     settings = _settings(timeout=timeout, source_map=tensor_map)
     if isinstance(x, str | os.PathLike):
-        x = source_of(x, order, groups, known_of(model))
+        x = source_of(x, order, groups, known_of(model, None, order))
     return fingerprint_of(session or current_session(), _state(x), settings)
 
 

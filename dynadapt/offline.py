@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from dynadapt.elastic.arrangement import Order
     from dynadapt.elastic.comparison import Comparison
     from dynadapt.elastic.conversion import ConversionReport
     from dynadapt.elastic.conversion_plan import ConversionPlan
@@ -38,7 +39,7 @@ __all__ = ["Checkpoint", "convert", "diff", "open", "plan"]
 def open(
     path: Path,
     *,
-    order: Sequence[str] = (),
+    order: Order = (),
     groups: Sequence[Sequence[str]] = (),
     model: Model | None = None,
 ) -> Checkpoint:
@@ -47,7 +48,8 @@ def open(
     No tensor's bytes are read until one is asked for. Where a torch optimizer numbers its parameters and the
     files do not name them, `order` does, the names of `named_parameters()`, or a `model`: a module, a
     Hugging Face folder or its config.json. `groups`, the names in each of the optimizer's groups, go before
-    both.
+    both. Where flats do not say what shapes they were made of, the model does, or `order` as a dict from
+    names to shapes.
 
     Raises `DynadaptError` (`no-adapter`) for a format that nobody knows, `Refused` with everything that is
     wrong with the files.
@@ -59,7 +61,9 @@ def open(
     >>> found.format, found.problems(), list(found.tensors), found.tensors["w"].tolist()
     ('safetensors', (), ['w/param'], [0.0, 1.0, 2.0])
     """
-    return open_checkpoint(arrangement.source_of(path, order, groups, arrangement.known_of(model)))
+    return open_checkpoint(
+        arrangement.source_of(path, order, groups, arrangement.known_of(model, None, order))
+    )
 
 
 def _opened(x: Path | Checkpoint, **said: Any) -> Checkpoint:
@@ -72,7 +76,7 @@ def convert(
     to: str | None = None,
     *,
     like: Path | Checkpoint | None = None,
-    order: Sequence[str] = (),
+    order: Order = (),
     groups: Sequence[Sequence[str]] = (),
     model: Model | None = None,
     include: Sequence[str] = (),
@@ -123,12 +127,12 @@ def convert(
     """
     budget = Budget.of(max_memory)
     like = None if like is None else _opened(like)
-    known = arrangement.known_of(model, like)
+    known = arrangement.known_of(model, like, order)
     wanted, chosen = _wanted(
         dst,
         to,
         like=like,
-        order=order or known.order,
+        order=tuple(order) or known.order,
         groups=groups,
         selection=_selection(include, exclude, strip_prefix, add_prefix, weights_only),
         options=file_options(dtype, keep_dtype, max_shard_size),
@@ -153,7 +157,7 @@ def plan(
     to: str | None = None,
     *,
     like: Path | Checkpoint | None = None,
-    order: Sequence[str] = (),
+    order: Order = (),
     groups: Sequence[Sequence[str]] = (),
     model: Model | None = None,
     include: Sequence[str] = (),
@@ -181,12 +185,12 @@ def plan(
     """
     budget = Budget.of(max_memory)
     like = None if like is None else _opened(like)
-    known = arrangement.known_of(model, like)
+    known = arrangement.known_of(model, like, order)
     wanted, chosen = _wanted(
         "plan",
         to,
         like=like,
-        order=order or known.order,
+        order=tuple(order) or known.order,
         groups=groups,
         selection=_selection(include, exclude, strip_prefix, add_prefix, weights_only),
         options=file_options(dtype, keep_dtype, max_shard_size),
@@ -260,7 +264,7 @@ def diff(
     rtol: float = 0.0,
     atol: float = 0.0,
     ulp: int = 0,
-    order: Sequence[str] = (),
+    order: Order = (),
     groups: Sequence[Sequence[str]] = (),
     model: Model | None = None,
     include: Sequence[str] = (),

@@ -23,7 +23,9 @@ ModelOption = Annotated[
 ]
 OrderOption = Annotated[
     Path | None,
-    typer.Option(help="Parameter names, a line each, groups apart by empty lines; or JSON."),
+    typer.Option(
+        help="Parameter names, a line each, maybe with a shape, groups apart by empty lines; or JSON."
+    ),
 ]
 
 

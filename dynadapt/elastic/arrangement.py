@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +14,7 @@ from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import FileSource
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from torch import nn
@@ -21,9 +23,15 @@ if TYPE_CHECKING:
     from dynadapt.protocols import AuxItem, Described, FileTarget
     from dynadapt.vps.keys import KeySpec
 
+    Order = Sequence[str] | Mapping[str, Sequence[int] | None]
+    """Names in the model's order; some may have shapes."""
+
 __all__ = ["arranged", "known_of", "like", "order_in_file", "source_of"]
 
 Groups = tuple[tuple[str, ...], ...]
+Shapes = dict[str, tuple[int, ...]]
+
+_SHAPED = re.compile(r"^(\S+)\s+(scalar|\d+(?:x\d+)*)$")
 
 _FLAT = {"zero1", "zero2", "zero3", "fsdp1"}
 """Kinds that cut many parameters as one: what lies where depends on the order."""
@@ -32,68 +40,99 @@ _BY_ORDER = _FLAT | {"zero0"}
 """Kinds whose states have no names, but numbers."""
 
 
-def order_in_file(path: Path) -> tuple[tuple[str, ...], Groups]:
+def order_in_file(path: Path) -> tuple[Order, Groups]:
     """Names from a file: a line each, groups of the optimizer apart by empty lines; or JSON.
 
-    JSON is a list of names, or `{"order": [...], "groups": [[...], ...]}`. Raises `Refused` (`no-file`,
-    `bad-json`).
+    A name may be followed by its shape, `4096x1024` or `scalar`; then the order is a dict. JSON is a list of
+    names, or `{"order": [...], "groups": [[...], ...], "shapes": {name: [...]}}`. Raises `Refused`
+    (`no-file`, `bad-json`, `duplicate-name`).
 
     >>> import pathlib, tempfile
     >>> at = pathlib.Path(tempfile.mkdtemp()) / "order.txt"
     >>> _ = at.write_text("a.weight\\na.bias\\n\\nhead.weight\\n")
     >>> order_in_file(at)
     (('a.weight', 'a.bias', 'head.weight'), (('a.weight', 'a.bias'), ('head.weight',)))
+    >>> _ = at.write_text("a.weight 4x3\\na.bias 4\\n")
+    >>> order_in_file(at)
+    ({'a.weight': (4, 3), 'a.bias': (4,)}, ())
     """
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise Refused([Finding("no-file", str(path), f"cannot be read: {error}")]) from error
     if text.lstrip()[:1] in {"[", "{"}:
-        return _of_json(path, text)
-    blocks: list[list[str]] = [[]]
-    for line in (line.strip() for line in text.splitlines()):
-        if line:
-            blocks[-1].append(line)
-        elif blocks[-1]:
-            blocks.append([])
-    groups = tuple(tuple(block) for block in blocks if block)
-    order = tuple(name for own in groups for name in own)
-    return order, groups if len(groups) > 1 else ()
+        order, groups, shapes = _of_json(path, text)
+    else:
+        shapes = {}
+        blocks: list[list[str]] = [[]]
+        for line in (line.strip() for line in text.splitlines()):
+            if not line:
+                blocks.append([])
+            elif match := _SHAPED.match(line):
+                blocks[-1].append(match[1])
+                sizes = [] if match[2] == "scalar" else match[2].split("x")
+                shapes[match[1]] = tuple(map(int, sizes))
+            else:
+                blocks[-1].append(line)
+        groups = tuple(tuple(block) for block in blocks if block)
+        order = tuple(name for own in groups for name in own)
+        groups = groups if len(groups) > 1 else ()
+    if not shapes:
+        return order, groups
+    twice = [name for name, n in Counter(order).items() if n > 1]
+    if twice:
+        cause = f"stands in {path} more than once"
+        raise Refused([Finding("duplicate-name", name, cause) for name in twice])
+    return {name: shapes.get(name) for name in order}, groups
 
 
-def _of_json(path: Path, text: str) -> tuple[tuple[str, ...], Groups]:
+def _of_json(path: Path, text: str) -> tuple[tuple[str, ...], Groups, Shapes]:
     try:
         found = json.loads(text)
-        groups = found.get("groups", ()) if isinstance(found, dict) else ()
-        order = found["order"] if isinstance(found, dict) else found
-        named = [order, *groups]
+        found = found if isinstance(found, dict) else {"order": found}
+        groups = found.get("groups", ())
+        named = [found["order"], *groups]
         if not all(isinstance(n, str) for own in named for n in own):
             raise TypeError("a name is a text")
-        return tuple(order), tuple(map(tuple, groups))
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        cause = f'is neither a list of names nor {{"order": [...], "groups": [[...]]}}: {error!r}'
-        raise Refused([Finding("bad-json", str(path), cause[:200])]) from error
+        shapes = {name: tuple(own) for name, own in found.get("shapes", {}).items()}
+        if any(type(n) is not int or n < 0 for own in shapes.values() for n in own):
+            raise TypeError("a shape is a list of sizes")
+        return tuple(found["order"]), tuple(map(tuple, groups)), shapes
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        cause = (
+            'is neither a list of names nor {"order": [...], "groups": [[...]], "shapes": {...}}: '
+            f"{error!r}"
+        )
+        raise Refused([Finding("bad-json", str(path), cause[:240])]) from error
 
 
 def known_of(
-    model: str | os.PathLike[str] | nn.Module | None, alike: Checkpoint | None = None
+    model: str | os.PathLike[str] | nn.Module | None,
+    alike: Checkpoint | None = None,
+    order: Order = (),
 ) -> FileSource:
     """What a model says of its checkpoints, without its weights: order, tied names, shapes, buffers.
 
     `model` is a module, a Hugging Face folder or `config.json`, or a JSON listing; a checkpoint that is
-    `alike` says shapes, too. Raises as `read_model`.
+    `alike` says shapes, too, and an `order` that has them before both. Raises as `read_model`.
     """
-    shapes = [(s.key.name, s.shape) for s in alike.keys if s.key.slot == "param"] if alike else []
-    if model is None:
-        return FileSource("", shapes=tuple(shapes))
-    from dynadapt.adapters.model_shapes import said_of
+    own: dict[str, tuple[int, ...]] = {}
+    if alike is not None:
+        own |= {s.key.name: s.shape for s in alike.keys if s.key.slot == "param"}
+    found = FileSource("")
+    if model is not None:
+        from dynadapt.adapters.model_shapes import said_of
 
-    return said_of(model)
+        found = said_of(model)
+        own = dict(found.shapes)
+    if isinstance(order, Mapping):
+        own |= {name: tuple(shape) for name, shape in order.items() if shape is not None}
+    return replace(found, shapes=tuple(own.items()))
 
 
 def source_of(
     path: str | os.PathLike[str],
-    order: Sequence[str] = (),
+    order: Order = (),
     groups: Sequence[Sequence[str]] = (),
     known: FileSource | None = None,
 ) -> str | FileSource:

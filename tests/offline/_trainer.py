@@ -56,7 +56,7 @@ def trainer_of(folder: str, kind: str, seed: int, steps: int) -> Any:
 
     more: dict[str, Any] = {}
     if kind.startswith("zero"):
-        stage = {"stage": int(kind[4])}
+        stage = {"stage": int(kind[4]), "memory_efficient_linear": False}
         more = {"deepspeed": {**DEEPSPEED, "zero_optimization": stage}}
     arguments = TrainingArguments(
         folder,

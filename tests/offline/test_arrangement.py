@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import sys
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from dynadapt import offline
+from dynadapt import cli, offline
 from dynadapt.elastic.arrangement import like, order_in_file
 from dynadapt.errors import Refused
 from tests.offline._made import load_deepspeed, save_deepspeed
@@ -106,12 +109,49 @@ def test_order_files(tmp_path: Path) -> None:
     assert order_in_file(at) == (("a", "b"), (("b",), ("a",)))
     at.write_text(json.dumps(["a", "b"]))
     assert order_in_file(at) == (("a", "b"), ())
-    for bad in ("[1]", "{", '{"order": 3}', '{"groups": []}'):
+    at.write_text("a 4x3\nb\n\nc  scalar\nd 5\n")
+    shaped = {"a": (4, 3), "b": None, "c": (), "d": (5,)}
+    assert order_in_file(at) == (shaped, (("a", "b"), ("c", "d")))
+    at.write_text(json.dumps({"order": list("abcd"), "shapes": {"a": [4, 3], "c": [], "d": [5]}}))
+    assert order_in_file(at) == (shaped, ())
+    at.write_text("a 4\na 4\n")
+    with pytest.raises(Refused, match="duplicate-name"):
+        order_in_file(at)
+    for bad in ("[1]", "{", '{"order": 3}', '{"groups": []}', '{"order": [], "shapes": {"a": 3}}'):
         at.write_text(bad)
         with pytest.raises(Refused, match="bad-json"):
             order_in_file(at)
     with pytest.raises(Refused, match="no-file"):
         order_in_file(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("kind", ["zero2-bf16", "zero3-bf16"])
+def test_shapes_that_a_file_says(ranks2: Pool, tmp_path: Path, kind: str) -> None:
+    """Flats whose files do not list what is in them, as DeepSpeed wrote them before 0.3.13."""
+    a, bare = tmp_path / "a", tmp_path / "bare"
+    ranks2.run(save_deepspeed, kind, str(a), 2, {})
+    shutil.copytree(a, bare)
+    for path in bare.rglob("*_model_states.pt"):
+        states = torch.load(path, weights_only=False)
+        del states["param_shapes"]
+        torch.save(states, path)
+    with pytest.raises(Refused, match="--order"):
+        offline.open(bare)
+    whole = offline.open(a)
+    shapes = {spec.key.name: "x".join(map(str, spec.shape)) for spec in whole.keys}
+    lines = ["\n".join(f"{name} {shapes[name]}" for name in own) for own in like(whole)[2]]
+    (tmp_path / "order").write_text("\n\n".join(lines))
+    order, groups = order_in_file(tmp_path / "order")
+    assert len(groups) == 2
+    with pytest.raises(Refused, match="--order"):
+        offline.open(bare, order=list(order), groups=groups)
+    found = offline.open(bare, order=order, groups=groups)
+    assert found.fingerprint() == whole.fingerprint()
+    said = ["--order", str(tmp_path / "order")]
+    words = ["dynadapt", "diff", str(a), str(bare), *said]
+    with mock.patch.object(sys, "argv", words), pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code in {None, 0}
 
 
 def test_like_another_checkpoint(ranks2: Pool, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def _stages(
 
 def _part(folder: Folder, said: FileSource) -> Described:
     if folder.optim_names:
-        return Flats(folder).described()
+        return Flats(folder, said).described()
     if isinstance(folder.common.get("optimizer"), dict):
         return Whole(folder, said).described()
     cause = "has no optimizer states, neither in files of their own nor in the model states"

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from dynadapt.adapters.checkpoints._deepspeed_files import Folder
     from dynadapt.adapters.checkpoints._deepspeed_geometry import Shapes
     from dynadapt.adapters.checkpoints._torch_file import TorchFile
+    from dynadapt.protocols import FileSource
 
 __all__ = ["Flats", "Reading"]
 
@@ -207,8 +208,9 @@ class Reading(ABC):
 class Flats(Reading):
     """Stages 1 to 3: what is trained lies in flats, cut over the ranks."""
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: Folder, said: FileSource) -> None:
         super().__init__(folder)
+        self.said = said
         self.ranks = len(folder.optim_names)
         told = folder.common.get("dp_world_size")
         if type(told) is int and self.ranks < told <= 1 << 16:
@@ -253,11 +255,25 @@ class Flats(Reading):
         groups = groups_of(self.folder.common) or groups_of(self.folder.optim[0].tree)
         if stage is not None:
             groups = list(stage.groups)
+        groups = groups or self._said()
         if not groups:
             cause = "does not say its parameters' shapes"
-            fix = "it was written by a DeepSpeed before 0.3.13: load it with that, save it with a newer one"
+            fix = (
+                "it was written by a DeepSpeed before 0.3.13: give the names and shapes of each group "
+                "(--order FILE), or of all (--model); or load it with that, save it with a newer one"
+            )
             raise Refused([Finding("bad-file", self.folder.model[0].path, cause, fix)])
         return self._zero3(groups) if self.stage == 3 else self._zero12(groups)
+
+    def _said(self) -> list[Shapes]:
+        """What the user says of the groups, or of all trained parameters where there is one group."""
+        shapes = dict(self.said.shapes)
+        idle = self.tied | set(options_of(self.folder.common, "frozen_param_shapes"))
+        order = tuple(name for name in self.said.order if name not in idle)
+        groups = self.said.groups or ((order,) if order else ())
+        if not all(name in shapes for own in groups for name in own):
+            return []
+        return [{name: shapes[name] for name in own} for own in groups]
 
     def _flats(self) -> list[list[Any]]:
         """The fp32 flats of each rank."""
