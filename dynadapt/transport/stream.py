@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, TypeVar
 
 from dynadapt.errors import Finding, Refused
@@ -23,7 +23,7 @@ from dynadapt.transport.watch import Watch
 from dynadapt.vps.box import Box, atoms, uncovered
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from threading import Event
 
     from dynadapt.files import FileBuffer
@@ -100,8 +100,7 @@ def stream(
     ]
     if findings:
         raise Refused(findings)
-    names = [name for name in by_buffer if share is None or name in share]
-    names = _by_turns(names, targets)
+    lots = _lots((n for n in by_buffer if share is None or n in share), targets)
     order = {name: sorted(rows, key=lambda r: r.offset) for name, rows in by_buffer.items()}
     with Watch(on_bytes, on_mark, stop) as watch:
         forks = Forks() if fork and threads > 1 else None
@@ -110,14 +109,13 @@ def stream(
         def fill(lot: Sequence[str]) -> list[Progress | tuple[Finding, ...]]:
             return [_filled(writer, name, targets[name], order[name]) for name in lot]
 
-        lots = _lots(names, targets)
         if forks is not None:
             found = forks.run(fill, lots, threads, watch)
         else:
             found = _by_threads(fill, lots, threads, watch)
     filled: dict[str, Progress] = {}
     errors: list[Finding] = []
-    for name, each in zip(names, chain.from_iterable(found), strict=True):
+    for name, each in zip(chain(*lots), chain(*found), strict=True):
         if isinstance(each, Progress):
             filled[name] = each
         else:
@@ -151,28 +149,23 @@ def _by_threads(
             raise
 
 
-def _lots(names: Sequence[str], targets: Mapping[str, FileBuffer]) -> list[list[str]]:
-    """Buffers in order, small ones together: each lot is handed over once."""
-    lots: list[list[str]] = []
-    room = 0
-    for name in names:
-        if room <= 0:
-            lots.append([])
-            room = LOT
-        lots[-1].append(name)
-        room -= max(targets[name].nbytes, 1)
-    return lots
+def _lots(names: Iterable[str], targets: Mapping[str, FileBuffer]) -> list[list[str]]:
+    """Buffers as they are handed over: large ones first, small ones of a file together, files by turns.
 
-
-def _by_turns(names: Sequence[str], targets: Mapping[str, FileBuffer]) -> list[str]:
-    """Large buffers first, and those of one file apart: two threads that write one file take turns."""
-    own: dict[str, int] = {}
-    order = {}
+    A file system lets one writer at a time into a file.
+    """
+    files: dict[str, list[list[str]]] = {}
+    room: dict[str, int] = {}
     for name in sorted(names, key=lambda name: (-targets[name].nbytes, name)):
         path = targets[name].path
-        own[path] = own.get(path, -1) + 1
-        order[name] = own[path]
-    return sorted(order, key=lambda name: (order[name], -targets[name].nbytes, name))
+        own = files.setdefault(path, [])
+        if room.get(path, 0) <= 0:
+            own.append([])
+            room[path] = LOT
+        own[-1].append(name)
+        room[path] -= max(targets[name].nbytes, 1)
+    turns = zip_longest(*files.values(), fillvalue=[])
+    return [lot for turn in turns for lot in turn if lot]
 
 
 def _total(

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from dynadapt.adapters.checkpoints import _dcp_write
 from dynadapt.elastic.checkpoint import Checkpoint, open_checkpoint
 from dynadapt.elastic.conversion import convert
 from dynadapt.elastic.targets import target_of
@@ -209,6 +210,29 @@ def test_there_and_back_a_deepspeed_job_goes_on(tmp_path: Path) -> None:
         assert jobs.differing(one["after"], two["after"]) == []
 
 
+def _same_to_torch(old: Path, new: Path) -> Any:
+    """Torch gathers the same bits from both; the entry of our own that it gathers beside them."""
+    dcp_to_torch_save(old, old.with_suffix(".pt"))
+    dcp_to_torch_save(new, new.with_suffix(".pt"))
+    one, two = (torch.load(at.with_suffix(".pt"), weights_only=True) for at in (old, new))
+    own = two.pop("dynadapt", None)
+    (one, _), (two, _) = flatten_state_dict(one), flatten_state_dict(two)
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        same = torch.equal if isinstance(value, torch.Tensor) else operator.eq
+        assert same(value, two[name]), name
+    return own
+
+
+def test_large_ones_have_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several are filled at the same time; torch's loader asks for none by name."""
+    monkeypatch.setattr(_dcp_write, "FULL", 1)
+    old, new = _plain(tmp_path / "old"), tmp_path / "new"
+    convert(open_checkpoint(old), target_of(new, "dcp"))
+    assert sorted(p.name for p in new.glob("*.distcp")) == [f"__0_{i}.distcp" for i in range(5)]
+    _same_to_torch(old, new)
+
+
 def test_written_as_torch_writes(tmp_path: Path) -> None:
     """The same entries, each rank's chunks in that rank's file, and torch gathers the same bits."""
     old, new = tmp_path / "old", tmp_path / "new"
@@ -225,15 +249,7 @@ def test_written_as_torch_writes(tmp_path: Path) -> None:
     for index, info in theirs.storage_data.items():
         if len(getattr(theirs.state_dict_metadata[index.fqn], "chunks", ())) > 1:
             assert ours.storage_data[index].relative_path == info.relative_path
-    dcp_to_torch_save(old, tmp_path / "old.pt")
-    dcp_to_torch_save(new, tmp_path / "new.pt")
-    one, two = (torch.load(tmp_path / n, weights_only=True) for n in ("old.pt", "new.pt"))
-    assert two.pop("dynadapt")["buffers"] == ["scale"]
-    (one, _), (two, _) = flatten_state_dict(one), flatten_state_dict(two)
-    assert one.keys() == two.keys()
-    for name, value in one.items():
-        same = torch.equal if isinstance(value, torch.Tensor) else operator.eq
-        assert same(value, two[name]), name
+    assert _same_to_torch(old, new)["buffers"] == ["scale"]
 
 
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 The dict is `{"model": ..., "optimizer": ..., ...}`, as `get_state_dict` makes them. Every chunk is a
 `torch.save` zip in the file of the rank that would have written it; what is known only at the end (steps,
-hyperparameters, the rest) goes into `__0_1.distcp`.
+hyperparameters, the rest) goes into the last file of rank 0.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ if TYPE_CHECKING:
 __all__ = ["MODEL", "OPTIMIZER", "Writing"]
 
 MODEL, OPTIMIZER, SCHEDULER = "model", "optimizer", "lr_scheduler"
-LAST = "__0_1.distcp"
+FILES, FULL = 4, 64 << 20
+"""Files of a checkpoint that are filled at one time, at most, and how full one is before there is another:
+a file system lets one writer at a time into a file. Torch's writer does so with a `thread_count`."""
+
 UNTOLD = "the source does not say whether weight decay is decoupled (AdamW) or not (Adam)"
 
 #: What groups have beside hyperparameters: how an optimizer runs. A loader asks for every entry it has.
@@ -80,7 +83,7 @@ class Writing:
         self.keys: dict[Key, KeySpec] = {}
         self.chunks: dict[Key, list[tuple[Chunk, _Zip, str]]] = {}
         self.rows: dict[str, list[Row]] = {}
-        self.sizes = [0] * self.ranks
+        self.sizes = [[0] for _ in range(self.ranks)]
         self.ends: dict[str, int] = {}
         self.untold = False
         self._zips: dict[tuple[str, tuple[int, ...]], _Zip] = {}
@@ -105,13 +108,18 @@ class Writing:
         own = self.chunks[spec.key] = []
         for rank, box in boxes(spec.shape, self.ranks if cut else 1):
             if not cut:
-                rank = self.sizes.index(min(self.sizes))
+                rank = min(range(self.ranks), key=lambda r: sum(self.sizes[r]))
             shape = box.shape
             zipped = self._zip(spec.dtype, shape)
             at, _ = zipped.frame.places["0"]
-            start, length, file = self.sizes[rank], zipped.length, f"__{rank}_0.distcp"
+            number = self._next(self.sizes[rank])
+            start, length, file = (
+                self.sizes[rank][number],
+                zipped.length,
+                f"__{rank}_{number}.distcp",
+            )
             self.ends[f"{self.folder}{file}"] = start + length
-            self.sizes[rank] = -(-(start + length) // ALIGN) * ALIGN
+            self.sizes[rank][number] = -(-(start + length) // ALIGN) * ALIGN
             path = f"{self.folder}{file}"
             parts = self.buffers.setdefault(path, {})
             name = str(len(parts))
@@ -119,6 +127,12 @@ class Writing:
             own.append((Chunk(box, file, start, length), zipped, f"{path}#{name}"))
             row = Row(spec.key, box, f"{path}#{name}", 0, row_major_strides(shape))
             self.rows.setdefault(path, []).append(row)
+
+    def _next(self, sizes: list[int]) -> int:
+        """Which of a rank's files a tensor goes into."""
+        if min(sizes) >= FULL and len(sizes) < FILES // self.ranks:
+            sizes.append(0)
+        return sizes.index(min(sizes))
 
     def _zip(self, dtype: str, shape: tuple[int, ...]) -> _Zip:
         """The zip of a tensor: the same for all of one dtype and shape."""
@@ -153,7 +167,7 @@ class Writing:
                     frames.setdefault(chunk.file, []).append((chunk.offset + at, data))
         for file, parts in frames.items():
             made.write_parts(f"{self.folder}{file}", parts)
-        told, last = Metadata(), _Last()
+        told, last = Metadata(), _Last(f"__0_{len(self.sizes[0])}.distcp")
         if MODEL in self.holds:
             self._model(told)
         if self.parts.groups:
@@ -161,7 +175,7 @@ class Writing:
         for spec in self.parts.extras if OPTIMIZER in self.holds else ():
             self._add(told, (spec.key.slot.removeprefix("extra:"), spec.key.name), spec)
         outcomes = self._rest(told, last, aux) if MODEL in self.holds else ()
-        made.write(f"{self.folder}{LAST}", bytes(last.data))
+        made.write(f"{self.folder}{last.file}", bytes(last.data))
         made.write(f"{self.folder}{METADATA}", told.pickled())
         return outcomes
 
@@ -258,8 +272,8 @@ class Writing:
 class _Last:
     """The file of what is small and comes last, one zip after another."""
 
-    def __init__(self) -> None:
-        self.data = bytearray()
+    def __init__(self, file: str) -> None:
+        self.file, self.data = file, bytearray()
 
     def value(self, tree: Any, lifting: Lifting | None = None) -> Chunk:
         """Append one object, with the bytes of its tensors."""
@@ -268,7 +282,7 @@ class _Last:
             self.data += bytes(start + at - len(self.data)) + part
         length = len(self.data) - start
         self.data += bytes(-len(self.data) % ALIGN)
-        return Chunk(None, LAST, start, length)
+        return Chunk(None, self.file, start, length)
 
     def lifted(self, value: Any) -> Chunk:
         """The same of a value whose small tensors are bytes."""
