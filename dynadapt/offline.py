@@ -105,18 +105,20 @@ def convert(
     some sources need it, too (see `open`). `model` says the order as well. `include` and
     `exclude` are globs over names, `strip_prefix` and `add_prefix` change them. `dtype` is that of floats
     in safetensors, but for names that match `keep_dtype`; `max_shard_size` bounds such a file, in bytes.
-    `max_memory` bounds, in bytes, the anonymous memory that this takes over what the process holds: fewer
-    threads and smaller pieces, or `max-memory` if it is too little. `on_bytes` is called with (bytes done,
-    bytes in all) from several threads.
+    `threads` work at a time; at large conversions on Linux as many forked processes instead, unless torch is
+    loaded or `max_memory` is given. That bounds, in bytes, the anonymous memory that this takes over what the
+    process holds: fewer threads and smaller pieces, or `max-memory` if it is too little. `on_bytes` is called
+    with (bytes done, bytes in all), maybe from several threads.
 
     Several processes on one file system share the work if each makes the same call with `ranks`, its number
     and how many there are; all return the report of number 0. One that gives no sign of life for `timeout`
     seconds ends all (`rank-lost`), and `resume` can continue.
 
     `dst` gets its name when all of it is there and was read back; `src` is only read. Raises `Refused`
-    (`target-exists` unless `force`) and `DynadaptError`; then there is no `dst`, or the old one. After an
-    interrupt (`KeyboardInterrupt`), or if the process is killed, a hidden folder beside `dst` has what was
-    written; with `resume` the same call continues it, else it begins anew.
+    (`target-exists` unless `force`, `worker-lost` if a process that works for it is killed) and
+    `DynadaptError`; then there is no `dst`, or the old one. After an interrupt (`KeyboardInterrupt`), or if a
+    process is killed, a hidden folder beside `dst` has what was written; with `resume` the same call
+    continues it, else it begins anew.
 
     >>> import numpy, pathlib, tempfile, safetensors.numpy
     >>> at = pathlib.Path(tempfile.mkdtemp())
