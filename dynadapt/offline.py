@@ -61,13 +61,21 @@ def open(
     >>> found.format, found.problems(), list(found.tensors), found.tensors["w"].tolist()
     ('safetensors', (), ['w/param'], [0.0, 1.0, 2.0])
     """
-    return open_checkpoint(
-        arrangement.source_of(path, order, groups, arrangement.known_of(model, None, order))
-    )
+    return _opened(path, order=order, groups=groups, model=model)
 
 
-def _opened(x: Path | Checkpoint, **said: Any) -> Checkpoint:
-    return x if isinstance(x, Checkpoint) else open(x, **said)
+def _opened(
+    x: Path | Checkpoint,
+    *,
+    order: Order = (),
+    groups: Sequence[Sequence[str]] = (),
+    model: Model | None = None,
+    weights_only: bool = False,
+) -> Checkpoint:
+    if isinstance(x, Checkpoint):
+        return x
+    known = replace(arrangement.known_of(model, None, order), weights_only=weights_only)
+    return open_checkpoint(arrangement.source_of(x, order, groups, known))
 
 
 def convert(
@@ -214,9 +222,11 @@ def _source(
     """The source, whose names the target's order and groups are, before a prefix was taken off or put on."""
     if isinstance(src, Checkpoint):
         return src
+    said = replace(known, weights_only=chosen.weights_only)
     if chosen.strip_prefix or chosen.add_prefix:
-        return open_checkpoint(arrangement.source_of(src, chosen.before(wanted.order)))
-    return open_checkpoint(arrangement.source_of(src, wanted.order, wanted.groups, known))
+        said = replace(said, order=(), tied=(), shapes=(), buffers=())
+        return open_checkpoint(arrangement.source_of(src, chosen.before(wanted.order), (), said))
+    return open_checkpoint(arrangement.source_of(src, wanted.order, wanted.groups, said))
 
 
 def _selection(
@@ -292,10 +302,13 @@ def diff(
     (False, 1.0, True)
     """
     chosen = _selection(include, exclude, weights_only=weights_only)
-    said = {"order": order, "groups": groups, "model": model}
+
+    def opened(x: Path | Checkpoint) -> Checkpoint:
+        return _opened(x, order=order, groups=groups, model=model, weights_only=weights_only)
+
     return comparison.compare(
-        _opened(a, **said),
-        _opened(b, **said),
+        opened(a),
+        opened(b),
         selection=None if chosen == Selection() else chosen,
         tolerance=comparison.Tolerance(rtol, atol, ulp),
         ignore_missing=ignore_missing,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 if TYPE_CHECKING:
     import torch
 
+    from dynadapt.errors import Finding
     from dynadapt.vps.keys import KeySpec
     from dynadapt.vps.layout import Row
     from dynadapt.vps.spec import LayoutSpec
@@ -124,6 +125,7 @@ class Described:
     `written` is the text that asks for the same format and layout, `made_by` names the framework that
     wrote them and its version where they say, and `ordered` says whether the keys are in the model's order.
     `nameless`: nothing in the files themselves says which rank's or tensor's they are, or in what folder.
+    `doubts` is what is wrong with what a user will not use.
     """
 
     specs: tuple[KeySpec, ...]
@@ -140,6 +142,7 @@ class Described:
     made_by: str = ""
     ordered: bool = True
     nameless: Literal["", "files", "folders"] = ""
+    doubts: tuple[Finding, ...] = ()
     keep: tuple[Any, ...] = ()
 
 
@@ -197,6 +200,7 @@ class FileSource:
     are the names of each tensor that has several, of which others' safetensors keep but one. `shapes` are
     those of whole parameters by name, where a checkpoint has parts of them and does not say of what.
     `buffers` are the names of a model's buffers, which state dicts do not tell from parameters.
+    `weights_only`: nothing of the optimizer will be used, whose faults are then `Described.doubts`.
 
     >>> import os
     >>> os.fspath(FileSource("here", ("a", "b")))
@@ -209,6 +213,7 @@ class FileSource:
     tied: tuple[tuple[str, ...], ...] = ()
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
     buffers: tuple[str, ...] = ()
+    weights_only: bool = False
 
     def __fspath__(self) -> str:
         return self.path

@@ -168,7 +168,8 @@ def convert(
     if place.found and not resume:
         cause = "what an ended conversion had left was removed"
         fix = "--resume would have continued it"
-        report = replace(report, warnings=(Finding("left-over", str(place.aside), cause, fix),))
+        left = Finding("left-over", str(place.aside), cause, fix)
+        report = replace(report, warnings=(*report.warnings, left))
     return replace(report, target=str(place.path), seconds=clock.seconds)
 
 
@@ -265,6 +266,7 @@ class _Job:
             verified=verify,
             seconds=clock.seconds,
             outcomes=outcomes,
+            warnings=self.source.own.doubts,
         )
 
     def help(self, clock: _Clock) -> ConversionReport:

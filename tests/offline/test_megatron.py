@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +17,6 @@ from dynadapt.elastic.checkpoint import Checkpoint, open_checkpoint
 from dynadapt.errors import Refused
 from tests import _ranks
 from tests.offline import _megatron
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -113,9 +111,39 @@ def _check_fault(root: Path) -> None:
         weight, master = state.values()
         shown[name] = torch.equal(weight, master.bfloat16())
     assert shown == {"gathered": True, "gathered-buckets": False}
-    with pytest.raises(Refused) as caught:
-        open_checkpoint(root / "gathered-buckets")
+    _check_weights(root / "gathered-buckets", root / "weights")
+
+
+def _check_weights(source: Path, target: Path) -> None:
+    """Masters that are not the weights' are refused, unless the weights alone are wanted."""
+    with pytest.raises(Refused, match="--weights-only") as caught:
+        dynadapt.convert(source, target, "torch")
     assert caught.value.reason == "stale-copy"
+    report = dynadapt.convert(source, target, "torch", weights_only=True)
+    assert [finding.reason for finding in report.warnings] == ["stale-copy"]
+    found = dynadapt.open(target)
+    name = "embedding.word_embeddings.weight"
+    told = {name: torch.zeros(16, 8, dtype=torch.bfloat16)}
+    dcp.load(told, checkpoint_id=source, no_dist=True)
+    own = torch.from_numpy(found.tensors[f"{name}/param"].copy())
+    assert torch.equal(own, told[name].float())
+    (spec,) = (spec for spec in found.keys if str(spec.key) == f"{name}/param")
+    assert spec.dtype == "bfloat16"
+    assert dynadapt.diff(source, target, weights_only=True).same
+
+
+def test_weights_of_which_the_masters_have_nothing(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "gathered", tmp_path / "a")
+    found = dynadapt.open(tmp_path / "a")
+    key = next(s.key for s in found.keys if str(s.key) == "embedding.word_embeddings.weight/param")
+    for _, row in found.layout.held(key):
+        buffer = found.buffers[row.buffer]
+        data = bytearray(Path(buffer.path).read_bytes())
+        data[buffer.offset : buffer.offset + buffer.nbytes] = np.full(
+            buffer.numel, 3, "<f4"
+        ).tobytes()
+        Path(buffer.path).write_bytes(bytes(data))
+    _check_weights(tmp_path / "a", tmp_path / "weights")
 
 
 @pytest.mark.parametrize("to", ["dcp/fsdp2:dp=2", "torch", "zero3:dp=2", "universal"])

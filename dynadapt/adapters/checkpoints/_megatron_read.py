@@ -82,6 +82,7 @@ class Reading(Chunks):
         self.objects: dict[str, Any] = {}
         self.flats: dict[str, Flat] = {}
         self.shifted: list[str] = []
+        self.doubts: list[Finding] = []
 
     def described(self) -> Described:
         """All of it; raises `Refused` with every finding."""
@@ -118,8 +119,9 @@ class Reading(Chunks):
                 f"its master, and {len(self.shifted) - 1} others, have nothing of the weights: Megatron-Core "
                 "0.16 gathers optimizers of several buckets (fully_reshardable) at wrong places"
             )
-            fix = "take one that was saved as dp_reshardable"
-            self.findings.append(Finding("stale-copy", self.shifted[0], cause, fix))
+            fix = "take one that was saved as dp_reshardable, or the weights alone (--weights-only)"
+            found = Finding("stale-copy", self.shifted[0], cause, fix)
+            (self.doubts if self.said.weights_only else self.findings).append(found)
         self._optimizer(trees)
         self._rest(trees)
         if self.findings:
@@ -130,6 +132,7 @@ class Reading(Chunks):
             files=files,
             made_by="Megatron-Core",
             nameless="files",
+            doubts=tuple(self.doubts),
         )
 
     def _model(
@@ -146,10 +149,12 @@ class Reading(Chunks):
             spec = KeySpec(Key(name, "param"), _shape(entry), entry.dtype, **more)
             master = states.get((name, "param"))
             own = flat.get(name, {})
+            if master is not None and not self._alike(entry, master):
+                self.shifted.append(name)
+                if self.said.weights_only:
+                    master = None
             if master is not None:
                 self._put(spec, master)
-                if not self._alike(entry, master):
-                    self.shifted.append(name)
             elif "param" in own:
                 self.specs[spec.key] = replace(spec, dtype=own["param"])
             else:
