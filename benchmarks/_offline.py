@@ -340,6 +340,19 @@ def _sparse(path: Path, nbytes: int, dtype: str = "F32") -> Path:
     return path
 
 
+def _filled(path: Path) -> Path:
+    """The same with values in it, and so in the page cache as files are."""
+    file = path / "model.safetensors"
+    data = np.memmap(file, np.uint8, "r")
+    start = 8 + int(data[:8].view("<u8")[0])
+    values = np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8).tobytes()
+    with file.open("r+b") as out:
+        out.seek(start)
+        for at in range(start, data.size, len(values)):
+            out.write(values[: data.size - at])
+    return path
+
+
 def _fingerprints(rounds: int, size: str) -> list[Result]:
     """Seconds for a GB, on one core, of what is in the page cache."""
     from dynadapt.elastic.checkpoint import open_checkpoint
@@ -350,7 +363,7 @@ def _fingerprints(rounds: int, size: str) -> list[Result]:
     nbytes = 1 << (26 if size == "small" else 29)
     results = []
     for name, dtype, bar in (("fp32", "F32", 7), ("bf16", "BF16", 4)):
-        found = open_checkpoint(_sparse(_fresh(FOLDER / "sparse"), nbytes, dtype))
+        found = open_checkpoint(_filled(_sparse(_fresh(FOLDER / "sparse"), nbytes, dtype)))
 
         def task(found: Checkpoint = found) -> float:
             return _clock(lambda: found.fingerprint(threads=1))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from math import prod
+from threading import local
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,7 +34,7 @@ MASK = (1 << 64) - 1
 """Sums are kept to 64 bits."""
 
 _DIGIT = 12
-_BLOCK = 1 << 18
+_BLOCK = 1 << 19
 """Words hashed at a time: what is made of them stays in the cache."""
 
 _NARROW = 1 << 17
@@ -45,6 +46,7 @@ _LONG = 1 << 14
 _SHARED = 1024
 """Weights that are made together: a tensor comes in pieces that follow one another."""
 
+_HALF = np.uint64(32)
 _LIMBS = np.array([1 << 16 * i for i in range(4)], np.uint64)
 
 _MANY = 8
@@ -167,6 +169,18 @@ def weighted_sum(array: NDArray[Any], box: Box, key: Key) -> int:
     return total & MASK
 
 
+class _Room(local):
+    """Memory of a thread that is used again and again: new memory costs more than what is done in it."""
+
+    def __init__(self) -> None:
+        self.wide = np.empty(_BLOCK, np.uint64)
+        self.floats = self.wide.view(np.float64)
+        self.own = np.empty(_BLOCK * 4, np.uint8)
+
+
+_room = _Room()
+
+
 class _Line:
     """Weights of the innermost dims, flattened, in the form in which they are applied fastest."""
 
@@ -198,15 +212,27 @@ class _Line:
         Words of 16 bits and less are multiplied, as floats, by the four 16-bit limbs of each weight: a sum
         of 2**15 such products is an integer below 2**53, which floats have exactly.
         """
-        flat = np.ascontiguousarray(array).reshape(-1)
+        if not array.flags.c_contiguous:
+            own = _room.own[: array.nbytes].view(array.dtype).reshape(array.shape)
+            np.copyto(own, array)
+            array = own
+        flat = array.reshape(-1)
         if self._even is not None and flat.view(np.uint64).flags.aligned:
             pairs = flat.view(np.uint64).reshape(-1, self._even.size)
-            return _dot(pairs, self._even) + _dot(pairs >> np.uint64(32), self._odd)
+            total = _dot(pairs, self._even)  # first: the shift would not wait for memory as well
+            second = _room.wide[: pairs.size].reshape(pairs.shape)
+            np.right_shift(pairs, _HALF, out=second)
+            total += _dot(second, self._odd)
+            return total
         words = flat.view(f"u{self._size}").reshape(-1, self._weights.size)
-        if self._limbs is not None and len(words) >= _MANY:
-            limbs = (words.astype(np.float64) @ self._limbs).astype(np.uint64)
-            return _dot(limbs, _LIMBS)
-        return _dot(words.astype(np.uint64), self._weights)
+        if self._limbs is None or len(words) < _MANY:
+            wide = _room.wide[: words.size].reshape(words.shape)
+            np.copyto(wide, words)
+            return _dot(wide, self._weights)
+        floats = _room.floats[: words.size].reshape(words.shape)
+        np.copyto(floats, words)
+        found: NDArray[np.uint64] = (floats @ self._limbs).astype(np.uint64) @ _LIMBS
+        return found
 
 
 @lru_cache(maxsize=8)
@@ -238,9 +264,9 @@ def _sum(array: NDArray[Any], spans: tuple[_Span, ...], seed: int) -> int:
             total += int(line.times(own).apply(part)[0])
             continue
         sums = line.apply(part)
-        for weight in (*outer, own):
-            sums = _dot(sums.reshape(-1, weight.size), weight)
-        total += int(sums[0])
+        for weight in outer:
+            sums = sums.reshape(-1, weight.size) @ weight
+        total += int(sums @ own)
     return total & MASK
 
 
