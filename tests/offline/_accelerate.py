@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tests import _ranks
 from tests.live import jobs
 
 if TYPE_CHECKING:
@@ -32,15 +30,7 @@ class Seen:
 class Job:
     """A script: model, optimizer, schedule and an object of its own, prepared by an `Accelerator`."""
 
-    def __init__(self, rank: int, world: int, kind: str, seed: int = 0) -> None:
-        os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "LOCAL_WORLD_SIZE": str(world),
-            "MASTER_ADDR": _ranks.HOST,
-            "MASTER_PORT": "29511",
-        }
+    def __init__(self, rank: int, kind: str, seed: int = 0) -> None:
         self.kind, _, self.precision = kind.partition("-")
         self.rank = rank
         self.accelerator = self._accelerator()
@@ -135,7 +125,7 @@ def save(
     rank: int, world: int, kind: str, where: str, steps: int, safe: bool = True
 ) -> dict[str, Any]:
     """Train, save, train on: what was held when it was saved, and what came after."""
-    job = Job(rank, world, kind)
+    job = Job(rank, kind)
     for number in range(steps):
         job.step(number)
     job.accelerator.save_state(where, safe_serialization=safe)
@@ -149,7 +139,7 @@ def load(
     """Load into a fresh job, by Accelerate or by `dynadapt.load`, train on."""
     import dynadapt
 
-    job = Job(rank, world, kind, seed=5)
+    job = Job(rank, kind, seed=5)
     if by == "accelerate":
         job.accelerator.load_state(where)
     else:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
-
-from tests import _ranks
 
 VOCABULARY = 32
 DEEPSPEED: dict[str, Any] = {
@@ -83,14 +80,6 @@ def run(
     """Train from the start, or from what is resumed, up to a step: losses by step, weights at the end."""
     import dynadapt
 
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": _ranks.HOST,
-        "MASTER_PORT": "29512",
-    }
     trainer = trainer_of(folder, kind, seed=5 if resume else 0, steps=steps)
     trainer.train(resume_from_checkpoint=resume)
     losses = {row["step"]: row["loss"] for row in trainer.state.log_history if "loss" in row}

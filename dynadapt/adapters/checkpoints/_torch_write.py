@@ -41,60 +41,32 @@ class _Entry:
         least = at + 30 + len(full) + (20 if nbytes >= _BIG else 0) + 4
         return cls(full, at, -(-least // ALIGN) * ALIGN, nbytes)
 
-    @property
-    def flags(self) -> int:
-        """Says that the name is UTF-8, which readers of zips take for something older else."""
-        return 0 if self.name.isascii() else 0x800
-
     def local(self, crc: int) -> bytes:
         """The local header, padded up to the bytes."""
-        size, extra = self.nbytes, b""
-        if size >= _BIG:
-            extra, size = struct.pack("<HHQQ", 1, 16, size, size), _BIG
-        pad = self.offset - self.header - 30 - len(self.name) - len(extra)
-        extra += struct.pack("<2sH", b"FB", pad - 4) + b"Z" * (pad - 4)
-        fields = (
-            b"PK\x03\x04",
-            45,
-            self.flags,
-            0,
-            0,
-            0,
-            crc,
-            size,
-            size,
-            len(self.name),
-            len(extra),
-        )
-        return struct.pack("<4sHHHHHIIIHH", *fields) + self.name + extra
+        wide = self._wide(self.nbytes, self.nbytes)
+        pad = self.offset - self.header - 30 - len(self.name) - len(wide)
+        extra = wide + struct.pack("<2sH", b"FB", pad - 4) + b"Z" * (pad - 4)
+        return b"PK\x03\x04" + self._common(crc, extra) + self.name + extra
 
     def central(self, crc: int) -> bytes:
         """The entry of the directory at the end."""
-        wide, size, header = b"", self.nbytes, self.header
-        if size >= _BIG:
-            wide, size = struct.pack("<QQ", size, size), _BIG
-        if header >= _BIG:
-            wide, header = wide + struct.pack("<Q", header), _BIG
-        extra = struct.pack("<HH", 1, len(wide)) + wide if wide else b""
-        fields = (
-            45,
-            45,
-            self.flags,
-            0,
-            0,
-            0,
-            crc,
-            size,
-            size,
-            len(self.name),
-            len(extra),
-            0,
-            0,
-            0,
-            0,
-        )
-        packed = struct.pack("<4sHHHHHHIIIHHHHHII", b"PK\x01\x02", *fields, header)
-        return packed + self.name + extra
+        header = min(self.header, _BIG)
+        extra = self._wide(self.nbytes, self.nbytes, self.header)
+        ends = struct.pack("<HHHII", 0, 0, 0, 0, header)
+        return b"PK\x01\x02\x2d\0" + self._common(crc, extra) + ends + self.name + extra
+
+    def _common(self, crc: int, extra: bytes) -> bytes:
+        """What both say: version, flags, no compression, no time, check sum, sizes, lengths."""
+        # Bit 11 says that the name is UTF-8, which readers of zips take for something older else.
+        flags, size = 0 if self.name.isascii() else 0x800, min(self.nbytes, _BIG)
+        lengths = len(self.name), len(extra)
+        return struct.pack("<HHHHHIIIHH", 45, flags, 0, 0, 0, crc, size, size, *lengths)
+
+    @staticmethod
+    def _wide(*numbers: int) -> bytes:
+        """The field of 64-bit numbers, with those that do not fit into 32."""
+        big = [n for n in numbers if n >= _BIG]
+        return struct.pack(f"<HH{len(big)}Q", 1, 8 * len(big), *big) if big else b""
 
 
 @dataclass(frozen=True)

@@ -8,31 +8,28 @@ a script registered (see `_accelerate_files`).
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dynadapt.adapters.checkpoints import _job_forms as forms
 from dynadapt.adapters.checkpoints._accelerate_files import NAMES, form_of, refuse_several
 from dynadapt.adapters.checkpoints._deepspeed_open import described
-from dynadapt.adapters.checkpoints._format import Format
 from dynadapt.adapters.checkpoints._fsdp_read import read_ranks
-from dynadapt.adapters.checkpoints._making import Making
+from dynadapt.adapters.checkpoints._job_dir import JobDir
 from dynadapt.errors import Finding, Refused
-from dynadapt.protocols import Described, FileSource, FileTarget, Outcome, alone
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from pathlib import Path
 
-    from dynadapt.protocols import Agree, AuxItem
-    from dynadapt.vps.keys import KeySpec
+    from dynadapt.protocols import Described, FileSource
 
 __all__ = ["AccelerateDir"]
 
 
-class AccelerateDir(Format):
+class AccelerateDir(JobDir):
     """Reads what `save_state` writes, writes what `load_state` reads."""
 
     name = "accelerate"
+    names = NAMES
 
     @staticmethod
     def holds(path: Path) -> bool:
@@ -68,22 +65,3 @@ class AccelerateDir(Format):
         paths = {item.path for item in small}
         aux = (*(item for item in own.aux if item.path not in paths), *small)
         return replace(own, aux=aux)
-
-    def prepare(self, x: FileTarget, keys: tuple[KeySpec, ...]) -> Described:
-        """Lay out the files; raises `Refused` with everything that cannot be so written."""
-        x.made = forms.written_as(x, keys, Making(Path(x.path), x.dry), NAMES)
-        own: Described = x.made.described
-        return own
-
-    def finish(
-        self,
-        x: FileTarget,
-        keys: tuple[KeySpec, ...],
-        scalars: Mapping[str, Mapping[str, int | float]],
-        aux: Mapping[str, AuxItem],
-        agree: Agree = alone,
-    ) -> tuple[Outcome, ...]:
-        """Write everything that is not a tensor's bytes; says what became of the rest."""
-        agree()
-        made: forms.Whole | forms.Sharded | forms.InDeepSpeed = x.made
-        return made.seal(scalars, aux)

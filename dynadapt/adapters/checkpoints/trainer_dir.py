@@ -10,21 +10,21 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.adapters.checkpoints import _job_forms as forms
 from dynadapt.adapters.checkpoints._deepspeed_files import tag_folder
 from dynadapt.adapters.checkpoints._deepspeed_open import described
-from dynadapt.adapters.checkpoints._format import Format, in_order
+from dynadapt.adapters.checkpoints._format import in_order
 from dynadapt.adapters.checkpoints._hf_index import weight_map
-from dynadapt.adapters.checkpoints._making import Making
+from dynadapt.adapters.checkpoints._job_dir import JobDir
 from dynadapt.errors import DynadaptError, Finding, Refused
 from dynadapt.protocols import AuxItem, Described, FileSource, FileTarget, Outcome, alone
 from dynadapt.vps.wire import encodable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from dynadapt.protocols import Agree
     from dynadapt.vps.keys import KeySpec
@@ -51,10 +51,11 @@ MOST, MOST_LAYERS = 1 << 20, 2048
 _CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
 
 
-class TrainerDir(Format):
+class TrainerDir(JobDir):
     """Reads what `save_steps` writes, writes what `resume_from_checkpoint` reads."""
 
     name = "trainer"
+    names = NAMES
 
     @staticmethod
     def holds(path: Path) -> bool:
@@ -75,12 +76,6 @@ class TrainerDir(Format):
         items = [] if "counters" in paths else _counters(root)
         return replace(own, aux=(*own.aux, *items, *small))
 
-    def prepare(self, x: FileTarget, keys: tuple[KeySpec, ...]) -> Described:
-        """Lay out the files; raises `Refused` with everything that cannot be so written."""
-        x.made = forms.written_as(x, keys, Making(Path(x.path), x.dry), NAMES)
-        own: Described = x.made.described
-        return own
-
     def finish(
         self,
         x: FileTarget,
@@ -90,14 +85,12 @@ class TrainerDir(Format):
         agree: Agree = alone,
     ) -> tuple[Outcome, ...]:
         """Write everything that is not a tensor's bytes; says what became of the rest."""
-        agree()
-        made: forms.Whole | forms.Sharded | forms.InDeepSpeed = x.made
-        outcomes = made.seal(scalars, aux)
+        outcomes = super().finish(x, keys, scalars, aux, agree)
         if NAMES.carried + STATE not in aux:
             steps = [values["step"] for values in scalars.values() if "step" in values]
             counters = aux["counters"].value if "counters" in aux else {}
             step = counters.get("global_steps", int(max(steps, default=0)))
-            made.made.write(STATE, json.dumps({"global_step": step}).encode())
+            x.made.made.write(STATE, json.dumps({"global_step": step}).encode())
             outcomes += (Outcome(NAMES.carried + STATE, "derived", "the step alone"),)
         if "scheduler" not in aux:
             note = f"without {NAMES.scheduler} Trainer does not load the optimizer, unless DeepSpeed does"
