@@ -40,9 +40,28 @@ class ForkLost(Exception):
 
 
 def may_fork() -> bool:
-    """Whether this process may be forked for some work: on Linux, and without torch."""
+    """Whether this process may be forked for some work: on Linux, without torch, and not at its limit."""
     known = sys.platform == "linux" and "fork" in get_all_start_methods()
-    return known and "torch" not in sys.modules
+    if not known or "torch" in sys.modules:
+        return False
+    try:
+        get_context("fork").Lock()  # there may be no /dev/shm
+        with _quiet():
+            pid = os.fork()
+    except OSError:
+        return False
+    if not pid:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return True
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warning of newer Pythons that a fork has not the threads of its parent: it needs none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
 
 
 class Forks:
@@ -126,8 +145,7 @@ class Forks:
         begin = (task, os.getpid())
         with ProcessPoolExecutor(workers, self._context, _begin, begin) as pool:
             try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+                with _quiet():
                     asked = [pool.submit(_do, item) for item in items]
                 yield asked
             except BrokenProcessPool as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -16,6 +18,7 @@ from dynadapt.files import FileBuffer
 from dynadapt.transport import sources
 from dynadapt.transport import stream as stream_module
 from dynadapt.transport.casts import cast
+from dynadapt.transport.forks import may_fork
 from dynadapt.transport.match import match
 from dynadapt.transport.plan import Options
 from dynadapt.transport.read_back import found_again, place_of
@@ -168,6 +171,19 @@ def test_bytes_that_changed_are_summed_again(tmp_path: Path) -> None:
     assert {place.key.name for place in known if place.path == hurt.path} == {"a", "c", "d", "e"}
     found = key_sums(target, targets, known=known)[0]
     assert {key.name for key in found if found[key] != done.sums[key]} == {"b"}
+
+
+def test_where_no_process_can_be_forked() -> None:
+    """Neither with torch loaded, nor at the limit of processes."""
+    assert not may_fork()
+    code = (
+        "import os, sys\nfrom dynadapt.transport import forks\n"
+        "print(forks.may_fork())\n"
+        "def no(): raise BlockingIOError(11, 'Resource temporarily unavailable')\n"
+        "os.fork = no\nprint(forks.may_fork())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert done.stdout.split() == [b"True", b"False"]
 
 
 def test_narrowing_only_where_it_is_exact(tmp_path: Path) -> None:
