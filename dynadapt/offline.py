@@ -75,7 +75,9 @@ def _opened(
     if isinstance(x, Checkpoint):
         return x
     known = replace(arrangement.known_of(model, None, order), weights_only=weights_only)
-    return open_checkpoint(arrangement.source_of(x, order, groups, known))
+    found = open_checkpoint(arrangement.source_of(x, order, groups, known))
+    arrangement.check_names(order, found.own)
+    return found
 
 
 def convert(
@@ -148,7 +150,7 @@ def convert(
         options=file_options(dtype, keep_dtype, max_shard_size),
     )
     return conversion.convert(
-        _source(src, wanted, chosen, known),
+        _source(src, wanted, chosen, known, order),
         wanted,
         selection=chosen,
         narrow=_narrow(dtype),
@@ -206,7 +208,7 @@ def plan(
         options=file_options(dtype, keep_dtype, max_shard_size),
     )
     return conversion_plan.plan(
-        _source(src, wanted, chosen, known),
+        _source(src, wanted, chosen, known, order),
         wanted,
         selection=chosen,
         narrow=_narrow(dtype),
@@ -217,16 +219,27 @@ def plan(
 
 
 def _source(
-    src: Path | Checkpoint, wanted: FileTarget, chosen: Selection, known: FileSource
+    src: Path | Checkpoint,
+    wanted: FileTarget,
+    chosen: Selection,
+    known: FileSource,
+    order: Order,
 ) -> Checkpoint:
-    """The source, whose names the target's order and groups are, before a prefix was taken off or put on."""
+    """The source, whose names the target's order and groups are, before a prefix was taken off or put on.
+
+    Raises `Refused` (`no-match`) for a name of the user's `order` that it does not have.
+    """
     if isinstance(src, Checkpoint):
-        return src
-    said = replace(known, weights_only=chosen.weights_only)
-    if chosen.strip_prefix or chosen.add_prefix:
-        said = replace(said, order=(), tied=(), shapes=(), buffers=())
-        return open_checkpoint(arrangement.source_of(src, chosen.before(wanted.order), (), said))
-    return open_checkpoint(arrangement.source_of(src, wanted.order, wanted.groups, said))
+        found = src
+    else:
+        said = replace(known, weights_only=chosen.weights_only)
+        names, own_groups = wanted.order, wanted.groups
+        if chosen.strip_prefix or chosen.add_prefix:
+            said = replace(said, order=(), tied=(), shapes=(), buffers=())
+            names, own_groups = chosen.before(wanted.order), ()
+        found = open_checkpoint(arrangement.source_of(src, names, own_groups, said))
+    arrangement.check_names(order, found.own, chosen.before)
+    return found
 
 
 def _selection(

@@ -8,13 +8,14 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import FileSource
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from torch import nn
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
     Order = Sequence[str] | Mapping[str, Sequence[int] | None]
     """Names in the model's order; some may have shapes."""
 
-__all__ = ["arranged", "known_of", "like", "order_in_file", "source_of"]
+__all__ = ["arranged", "check_names", "known_of", "like", "order_in_file", "source_of"]
+
+MOST = 20
+"""Names whose neighbours are looked for."""
 
 Groups = tuple[tuple[str, ...], ...]
 Shapes = dict[str, tuple[int, ...]]
@@ -158,6 +162,27 @@ def like(found: Checkpoint) -> tuple[str, tuple[str, ...], Groups]:
     params = [spec for spec in own.specs if spec.key.slot == "param"]
     order = [s.key.name for s in sorted(params, key=lambda s: s.order)] if own.ordered else []
     return own.written, tuple(order), _of_item(_item(own, "param_groups"))
+
+
+def check_names(
+    order: Order,
+    own: Described,
+    before: Callable[[Sequence[str]], Sequence[str]] = tuple,
+) -> None:
+    """Raises `Refused` (`no-match`) with every name of an order that a source does not have.
+
+    `before` gives the names that some may have had in the source. A model may have more than a checkpoint;
+    who writes a list of names means those that are there.
+    """
+    names = {name for spec in own.specs for name in (spec.key.name, *spec.aliases)}
+    findings: list[Finding] = []
+    for name in (n for n in order if names.isdisjoint(before([n]))):
+        near = get_close_matches(name, names, 3) if len(findings) < MOST else []
+        cause = "stands in the order, and the source has nothing of that name"
+        fix = f"did you mean {' or '.join(near)}?" if near else "take it out of the order"
+        findings.append(Finding("no-match", name, cause, fix))
+    if findings:
+        raise Refused(findings)
 
 
 def _item(own: Described, path: str) -> AuxItem | None:

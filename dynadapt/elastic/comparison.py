@@ -402,12 +402,25 @@ def _aux_differences(
             if x != y and not first and not (ignore_missing and None in (x, y)):
                 found[f"{name}/{label}"] = (x, y)
     one, two = _flat_aux(a.aux, {}), _flat_aux(b.aux, called)
+    steps = {v["step"] for own in (a, b) for v in own.scalars.values() if "step" in v}
     for path in sorted({*one, *two}):
         x, y = one.get(path), two.get(path)
         missing = path not in one or path not in two
-        if x != y and not (missing and ignore_missing):
-            found[path] = (x, y)
+        # A format that counts steps, and one that leaves them to the optimizer.
+        derived = path == "counters/global_steps" and {x, y} == {None, max(steps, default=None)}
+        if x != y and not derived and not (missing and ignore_missing):
+            found |= dict(_unlike_entries(path, x, y))
     return found
+
+
+def _unlike_entries(path: str, x: Any, y: Any) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Of two dicts the entries that differ, by path; of anything else both values."""
+    if not (isinstance(x, dict) and isinstance(y, dict)):
+        yield path, (x, y)
+        return
+    for key in sorted({*x, *y}):
+        if x.get(key) != y.get(key):
+            yield from _unlike_entries(f"{path}/{key}", x.get(key), y.get(key))
 
 
 def _flat_aux(items: tuple[AuxItem, ...], called: Mapping[str, str]) -> dict[str, Any]:

@@ -46,8 +46,9 @@ class Selection:
         >>> Selection(strip_prefix="model.").before(["w"])
         ('model.w', 'w')
         """
-        pairs = ((self.strip_prefix + n.removeprefix(self.add_prefix), n) for n in names)
-        return tuple(dict.fromkeys(name for pair in pairs for name in pair))
+        bare = ((n.removeprefix(self.add_prefix), n) for n in names)
+        each = ((self.strip_prefix + short, short, n) for short, n in bare)
+        return tuple(dict.fromkeys(name for own in each for name in own))
 
     def of(self, own: Described) -> Described:
         """The description of what is meant, over the same buffers.

@@ -40,3 +40,24 @@ def load_deepspeed(
     answer["losses"] = [jobs.step(engine, number) for number in range(steps, steps + 2)]
     answer["after"] = jobs.zero_tensors(engine)
     return answer
+
+
+def step_with_nothing(rank: int, world: int, kind: str, where: str) -> tuple[str, str]:
+    """A step of an engine whose model has a parameter of no elements: what went wrong, and if nothing did,
+    the fingerprint of what is saved then.
+    """
+    import torch
+
+    import dynadapt
+
+    model = jobs.net()
+    model.register_parameter("nothing", torch.nn.Parameter(torch.empty(0, 4)))
+    forward = model.forward
+    model.forward = lambda tokens: forward(tokens) + model.nothing.float().sum()
+    engine = jobs.deepspeed_engine(kind, model)
+    try:
+        jobs.step(engine, 0)
+    except AssertionError as error:
+        return str(error), ""
+    engine.save_checkpoint(where, tag="t")
+    return "", dynadapt.fingerprint(engine)

@@ -119,6 +119,25 @@ def test_a_state_that_was_never_made_is_zeros(tmp_path: Path) -> None:
     assert dynadapt.diff(tmp_path / "one.pt", tmp_path / "dcp").same
 
 
+def test_of_a_schedule_what_differs_is_told(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 3)
+    for name, gamma, steps in (("a", 0.5, 2), ("b", 0.25, 2), ("c", 0.5, 3)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma)
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step()
+        tree = {"model": model.state_dict(), "scheduler": scheduler.state_dict()}
+        torch.save(tree, tmp_path / f"{name}.pt")
+    a, b, c = (tmp_path / f"{name}.pt" for name in "abc")
+    assert dynadapt.diff(a, b).aux == {"scheduler/state/gamma": (0.5, 0.25)}
+    told = dynadapt.diff(a, c).aux
+    assert told.pop("scheduler/state/last_epoch") == (2, 3)
+    assert told.keys() == {"scheduler/state/_step_count"}
+    torch.save({"model": model.state_dict()}, tmp_path / "none.pt")
+    assert list(dynadapt.diff(a, tmp_path / "none.pt").aux) == ["scheduler"]
+
+
 def test_a_count_is_one_wherever_it_is_kept(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 3).state_dict()
     torch.save({"model": model, "epoch": 3, "seen": 0}, tmp_path / "a.pt")

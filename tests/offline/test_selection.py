@@ -12,9 +12,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 import dynadapt
+from dynadapt import offline
 from dynadapt.errors import DynadaptError, Refused
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -68,6 +70,31 @@ def test_a_name_stands_in_an_order_once(tmp_path: Path) -> None:
             tmp_path / "x.safetensors", tmp_path / "y", "zero3:dp=2", order=("a", "b", "a")
         )
     assert refused.value.reason == "duplicate-name"
+
+
+def test_names_in_an_order_that_are_not_there_are_told(tied: Path, tmp_path: Path) -> None:
+    """In every command; of a tied tensor either name may stand there, and both."""
+    order = ["embed.weight", "up.weight", "up.bias"]
+    wrong = [*order[:2], "up.biases", "nothing.at.all"]
+    calls: list[Callable[[], Any]] = [
+        lambda: dynadapt.convert(tied, tmp_path / "x", "zero3:dp=2", order=wrong),
+        lambda: dynadapt.convert(dynadapt.open(tied), tmp_path / "x", "zero3:dp=2", order=wrong),
+        lambda: offline.plan(tied, "zero3:dp=2", order=wrong),
+        lambda: dynadapt.open(tied, order=wrong),
+        lambda: dynadapt.diff(tied, tied, order=wrong),
+    ]
+    for call in calls:
+        with pytest.raises(Refused) as refused:
+            call()
+        assert {(f.reason, f.where) for f in refused.value.findings} == {
+            ("no-match", "up.biases"),
+            ("no-match", "nothing.at.all"),
+        }
+        assert "did you mean up.bias?" in str(refused.value)
+    dynadapt.convert(tied, tmp_path / "a", "zero3:dp=2", order=[*order, "head.weight"])
+    fewer = {"exclude": ["up.bias"], "strip_prefix": "up.", "add_prefix": "net."}
+    names = ["net.embed.weight", "net.weight", "net.bias"]  # the last is left out
+    dynadapt.convert(tied, tmp_path / "b", "zero3:dp=2", order=names, **fewer)
 
 
 def test_what_lies_beside_the_weights(tmp_path: Path) -> None:

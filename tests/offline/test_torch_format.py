@@ -483,3 +483,19 @@ def test_damaged_files_are_findings(tmp_path: Path) -> None:
         except Refused:
             refused += 1
     assert refused > 50
+
+
+@pytest.mark.parametrize("to", ["zero0:dp=2", "zero2:dp=2", "zero3:dp=2", "universal"])
+def test_steps_that_nobody_counted_are_the_optimizers(tmp_path: Path, to: str) -> None:
+    """DeepSpeed's engine counts its steps; a torch job leaves that to its optimizer, weights to nobody."""
+    source = Job().save(tmp_path / "job.pt")
+    for name, only, count in (("a", False, 4), ("b", True, 0)):
+        if only and to == "zero0:dp=2":
+            continue
+        report = dynadapt.convert(source, tmp_path / name, to, weights_only=only)
+        told = {o.path: (o.kind, o.note) for o in report.outcomes}["counters"]
+        assert told[0] == "derived"
+        assert f"global_steps is {count}" in told[1]
+        (file,) = sorted((tmp_path / name).rglob("*mp_rank_00_model_states.pt"))[:1]
+        assert torch.load(file, weights_only=False)["global_steps"] == count
+        assert dynadapt.diff(source, tmp_path / name, weights_only=only).same

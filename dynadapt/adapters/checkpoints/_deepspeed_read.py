@@ -354,10 +354,10 @@ class Flats(Reading):
         shapes = {name: shape for own in groups for name, shape in own.items()}
         flats = self._flats()
         bases = [self._base(states)[0] for states in self.states]
-        empty = [name for name, shape in shapes.items() if not all(shape)]
         dtype = next((f.dtype for own in flats for f in own), "float32")
-        for name in empty:
-            self._spec(Key(name, "param"), shapes[name], dtype, 0)
+        for flat, names in enumerate(groups):
+            for name in (n for n, shape in names.items() if not all(shape)):
+                self._nothing(name, shapes[name], dtype, bases[0].get(flat))
         for piece in pieces:
             file = self.folder.optim[piece.rank]
             own = flats[piece.rank]
@@ -377,3 +377,12 @@ class Flats(Reading):
                 self._spec(key, shapes[piece.name], tensor.dtype, 0)
                 place = (piece.start, piece.stop, piece.at)
                 self.files.span(key, shapes[piece.name], place, file, tensor)
+
+    def _nothing(self, name: str, shape: tuple[int, ...], dtype: str, state: Any) -> None:
+        """A parameter of no elements: it has the states of its flat, and no place in it."""
+        self._spec(Key(name, "param"), shape, dtype, 0)
+        for slot, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, StoredTensor) and len(value.shape) == 1:
+                self._spec(Key(name, str(slot)), shape, value.dtype, 0)
+            elif (found := number(value, self.folder.optim[0])) is not None:
+                self.scalars.setdefault(name, {})[str(slot)] = found

@@ -13,7 +13,7 @@ from dynadapt.adapters.checkpoints._names import natural
 from dynadapt.adapters.checkpoints._pickle import Global, Opaque, Size, StoredTensor
 from dynadapt.adapters.checkpoints._repickle import tensor
 from dynadapt.errors import Finding, Refused
-from dynadapt.protocols import Outcome
+from dynadapt.protocols import AuxItem, Outcome
 from dynadapt.vps.flat import zero3_part
 from dynadapt.vps.keys import Key, KeySpec
 
@@ -21,18 +21,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from dynadapt.adapters.checkpoints._deepspeed_geometry import Shapes
-    from dynadapt.protocols import AuxItem, FileTarget
+    from dynadapt.protocols import FileTarget
 
 __all__ = [
     "VERSION",
     "Model",
     "config_of",
+    "counted",
     "hypers",
     "joined",
     "loss_scaler",
     "model_tree",
     "scaler_fields",
     "stage_enum",
+    "weight",
 ]
 
 VERSION = "0.19.8"
@@ -62,6 +64,8 @@ class Model:
         ordered = sorted(params, key=lambda s: (place.get(s.key.name, len(place)), *_place(s)))
         groups = _grouped(x, [spec for spec in ordered if spec.trainable])
         findings = [*_unfit(keys, groups)]
+        if x.layout is not None and x.layout.kind == "zero3":
+            findings += _empty(ordered)
         if findings:
             raise Refused(findings)
         dtype = str(x.options.get("compute") or _compute_dtype(keys))
@@ -122,6 +126,14 @@ def _unfit(keys: Sequence[KeySpec], groups: Sequence[Shapes]) -> Iterable[Findin
     for name, shape in held.items():
         if not shape:
             yield Finding("unsupported-shape", name, "DeepSpeed cannot train a tensor without dims")
+
+
+def _empty(params: Iterable[KeySpec]) -> Iterable[Finding]:
+    for spec in params:
+        if not spec.numel and spec.shape:
+            cause = "has no elements: DeepSpeed's stage 3 fails in its first forward with such a parameter"
+            fix = "choose stage 2, or leave it out with --exclude"
+            yield Finding("unsupported-shape", spec.key.name, cause, fix)
 
 
 def hypers(aux: Mapping[str, AuxItem], groups: Sequence[Shapes]) -> list[dict[str, Any]]:
@@ -233,6 +245,29 @@ def clipping(aux: Mapping[str, AuxItem]) -> dict[str, float]:
     return {"clip_grad": float(value)}
 
 
+def counted(
+    aux: Mapping[str, AuxItem], scalars: Mapping[str, Mapping[str, int | float]]
+) -> tuple[dict[str, AuxItem], tuple[Outcome, ...]]:
+    """Aux items with the steps that an engine counts, and what is to say if the source counts none.
+
+    Its optimizer's steps, then: an engine counts those too that it skipped, which nobody knows any more.
+    """
+    known = dict(aux["counters"].value) if "counters" in aux else {}
+    if "global_steps" in known:
+        return dict(aux), ()
+    steps = [int(own["step"]) for own in scalars.values() if "step" in own]
+    count = max(steps, default=0)
+    of = "the optimizer's" if steps else "none: the source has no counts and no steps"
+    item = AuxItem("counters", {**known, "global_steps": count})
+    note = f"global_steps is {count}, {of}"
+    return {**aux, "counters": item}, (Outcome("counters", "derived", note),)
+
+
+def weight(name: str) -> str:
+    """The storage of a whole tensor of the model: no parameter is called as another's state then."""
+    return f"weight.{name}"
+
+
 def model_tree(
     model: Model,
     aux: Mapping[str, AuxItem],
@@ -242,16 +277,16 @@ def model_tree(
     *,
     sharded: bool,
 ) -> dict[str, Any]:
-    """A file of model states. Storages: a tensor's name; `empty.*`, `frozen.*` if `sharded` (stage 3)."""
+    """A file of model states. Storages: `weight` of a name; `empty.*`, `frozen.*` if `sharded` (stage 3)."""
     frozen = {spec.key.name: spec for spec in model.frozen}
     module: dict[str, StoredTensor] = {}
     for spec in model.buffers:
-        module[spec.key.name] = tensor(spec.key.name, spec.dtype, spec.shape)
+        module[spec.key.name] = tensor(weight(spec.key.name), spec.dtype, spec.shape)
     aliases: dict[str, str] = {}
     for name in model.order:
         spec = model.by_key[Key(name, "param")]
         dtype = spec.dtype if name in frozen else model.dtype
-        storage, shape = (f"empty.{name}", (0,)) if sharded else (name, spec.shape)
+        storage, shape = (f"empty.{name}", (0,)) if sharded else (weight(name), spec.shape)
         module[name] = tensor(storage, dtype, shape)
         for alias in spec.aliases:
             aliases[alias] = name
@@ -265,6 +300,9 @@ def model_tree(
     counters = dict(aux["counters"].value) if "counters" in aux else {}
     users = {p.partition("/")[2]: i.value for p, i in aux.items() if p.startswith("user/")}
     return {
+        # Client state, under which nothing that DeepSpeed reads may get lost.
+        **counters,
+        **users,
         "module": module,
         "buffer_names": [spec.key.name for spec in model.buffers],
         "optimizer": None,
@@ -284,5 +322,4 @@ def model_tree(
         "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
         "ds_config": dict(config),
         "ds_version": VERSION,
-        **users,
     }

@@ -81,6 +81,12 @@ class Writing:
             self.flats_of = [[i] for i in range(len(self.groups))]
             self.flats = [zero_group(own, self.ranks).part for own in sizes]
             pieces = list(flat_pieces(self.groups, self.ranks))
+            pieces += [  # of what has no elements: it has no place in its flat, but states
+                Piece(name=name, rank=0, flat=flat, start=0, stop=0, at=0)
+                for flat, own in enumerate(self.groups)
+                for name, shape in own.items()
+                if not all(shape)
+            ]
         self.slots = [
             sorted({slot for name in own for slot in self.model.slots(name)}) for own in self.listed
         ]
@@ -104,10 +110,10 @@ class Writing:
         for rank in range(self.ranks if self.stage == 3 else 1):
             path = self.model_name(rank)
             for spec in self.model.buffers:
-                self.laid.whole(path, spec, spec.key.name)
+                self.laid.whole(path, spec, trees.weight(spec.key.name))
             for spec in self.model.frozen:
                 if self.stage < 3:
-                    self.laid.whole(path, spec, spec.key.name)
+                    self.laid.whole(path, spec, trees.weight(spec.key.name))
                     continue
                 part = zero3_part(spec.numel, self.ranks)
                 start, stop = shard(spec.numel, self.ranks, rank)
@@ -118,7 +124,8 @@ class Writing:
                 for name in (n for own in self.groups for n in own):
                     master = self.model.by_key[Key(name, "param")]
                     key, dtype = Key(name, "compute"), self.model.dtype
-                    self.laid.whole(path, replace(master, key=key, dtype=dtype, derived=True), name)
+                    copy = replace(master, key=key, dtype=dtype, derived=True)
+                    self.laid.whole(path, copy, trees.weight(name))
 
     def optim_name(self, rank: int) -> str:
         """The file of a rank's optimizer states."""
@@ -138,6 +145,7 @@ class Writing:
         aux: Mapping[str, AuxItem],
     ) -> tuple[Outcome, ...]:
         """Write everything that is not a tensor's bytes; numbers that members of a flat now share."""
+        aux, counted = trees.counted(aux, scalars)
         zero: dict[str, Any] = {"stage": self.stage}
         if "sub_group_size" in self.layout.options:
             zero["sub_group_size"] = self.layout.number("sub_group_size")
@@ -159,7 +167,7 @@ class Writing:
         for rank in range(self.ranks if sharded else 1):
             made.seal_torch(self.model_name(rank), model, self.x.crcs, none)
         made.write("latest", self.tag.encode())
-        return trees.joined(self.listed, scalars)
+        return (*trees.joined(self.listed, scalars), *counted)
 
     def _base(
         self, scalars: Mapping[str, Mapping[str, int | float]], aux: Mapping[str, AuxItem]

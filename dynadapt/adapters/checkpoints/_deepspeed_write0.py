@@ -52,9 +52,10 @@ class Writing0:
                 if not self.plain:
                     copy = replace(self._spec(name, "param"), dtype=self.model.dtype)
                     key = Key(name, "compute")
-                    self.laid.whole(self.path, replace(copy, key=key, derived=True), name)
+                    copy = replace(copy, key=key, derived=True)
+                    self.laid.whole(self.path, copy, trees.weight(name))
         for spec in (*self.model.buffers, *self.model.frozen):
-            self.laid.whole(self.path, spec, spec.key.name)
+            self.laid.whole(self.path, spec, trees.weight(spec.key.name))
 
     def _slots(self, name: str) -> list[str]:
         known = self.model.by_key
@@ -70,7 +71,7 @@ class Writing0:
     def _single(self, name: str) -> None:
         """A master and its states, each a tensor; in fp32 the master is the weight."""
         master = self._spec(name, "param")
-        self.laid.whole(self.path, master, name if self.plain else f"param.{name}")
+        self.laid.whole(self.path, master, trees.weight(name) if self.plain else f"param.{name}")
         for slot in self.slots[name]:
             self.laid.whole(self.path, self._spec(name, slot), f"{slot}.{name}")
 
@@ -90,6 +91,7 @@ class Writing0:
         aux: Mapping[str, AuxItem],
     ) -> tuple[Outcome, ...]:
         """Write everything that is not a tensor's bytes; numbers that members of a flat now share."""
+        aux, counted = trees.counted(aux, scalars)
         config = trees.config_of(aux, self.model, {"stage": 0})
         values: dict[str, bytes] = {}
         base = self._base(scalars, aux, values)
@@ -117,7 +119,7 @@ class Writing0:
         )
         made.seal_torch(self.path, {**model, "optimizer": tree}, self.x.crcs, values)
         made.write("latest", self.path.partition("/")[0].encode())
-        return trees.joined(self.model.groups if self.fused else (), scalars)
+        return (*trees.joined(self.model.groups if self.fused else (), scalars), *counted)
 
     def _base(
         self,

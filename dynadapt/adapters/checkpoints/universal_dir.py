@@ -90,11 +90,11 @@ class UniversalDir(Format):
                 laid.whole(f"{tag}/zero/{name}/{_file(slot)}.pt", spec, "0")
             key = Key(name, "compute")
             copy = replace(master, key=key, dtype=model.dtype, derived=True)
-            laid.whole(f"{tag}/{MODEL}", copy, name)
+            laid.whole(f"{tag}/{MODEL}", copy, trees.weight(name))
         for spec in (*model.buffers, *model.frozen):
-            laid.whole(f"{tag}/{MODEL}", spec, spec.key.name)
+            laid.whole(f"{tag}/{MODEL}", spec, trees.weight(spec.key.name))
         for spec in model.buffers:
-            laid.whole(f"{tag}/{MODEL3}", spec, spec.key.name)
+            laid.whole(f"{tag}/{MODEL3}", spec, trees.weight(spec.key.name))
         for spec in model.frozen:
             laid.whole(f"{tag}/{MODEL3}", spec, f"frozen.{spec.key.name}")
         made = Making(Path(x.path), x.dry)
@@ -131,9 +131,10 @@ class UniversalDir(Format):
             for path in (each for each in paths if each in made.frames):
                 for alias in model.by_key[Key(name, "param")].aliases:
                     made.also(path, path.replace(f"/zero/{name}/", f"/zero/{alias}/"))
-        self._common(x, scalars, aux)
+        counting, counted = trees.counted(aux, scalars)
+        self._common(x, scalars, counting)
         made.write("latest_universal", tag.encode())
-        return outcomes_of(aux, "a universal checkpoint")
+        return (*outcomes_of(aux, "a universal checkpoint"), *counted)
 
     def _common(
         self,
