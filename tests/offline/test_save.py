@@ -65,7 +65,7 @@ def _loaded(
 def test_fsdp2_goes_on_as_zero3(tmp_path: Path) -> None:
     """Four ranks of FSDP2 written as ZeRO-3 of two: DeepSpeed loads it, and the next steps are equal."""
     (then,) = _saved(4, ["fsdp2"], tmp_path, "zero3:dp=2,sub_group_size=100")
-    assert then["outcomes"].get("counters", "exact") == "exact"
+    assert then["outcomes"]["counters"] == "derived"  # FSDP2 counts no steps, its optimizer does
     _loaded("zero3-fp32", 2, tmp_path / "fsdp2", then, exact=True)
     whole = sum(tensor.numel() * 4 for tensor in then["held"].values()) + 3 * 4 * 2
     assert then["written"] == whole  # each element once; the buffer is in both ranks' files

@@ -299,6 +299,7 @@ def model_tree(
     }
     counters = dict(aux["counters"].value) if "counters" in aux else {}
     users = {p.partition("/")[2]: i.value for p, i in aux.items() if p.startswith("user/")}
+    schedule = users.get("lr_scheduler")  # one of DeepSpeed's own, which other formats do not know
     return {
         # Client state, under which nothing that DeepSpeed reads may get lost.
         **counters,
@@ -310,7 +311,7 @@ def model_tree(
         "frozen_param_shapes": {n: Size(spec.shape) for n, spec in frozen.items()},
         "shared_params": aliases,
         "frozen_param_fragments": fragments,
-        "lr_scheduler": aux["scheduler"].value["state"] if "scheduler" in aux else None,
+        "lr_scheduler": aux["scheduler"].value["state"] if "scheduler" in aux else schedule,
         "data_sampler": None,
         "random_ltd": None,
         "sparse_tensor_module_names": set(),
