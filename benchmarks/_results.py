@@ -198,7 +198,7 @@ def _faults(machine: list[str], rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-FUZZ = ("refused", "malformed", "read", "error", "hang", "memory")
+FUZZ = ("refused", "malformed", "read", "silent", "error", "hang", "memory")
 
 
 def _fuzz(machine: list[str], rows: list[dict[str, Any]]) -> list[str]:
@@ -220,10 +220,10 @@ def _fuzz(machine: list[str], rows: list[dict[str, Any]]) -> list[str]:
         "Written by `python -m tests.offline.fuzz --write`: whole checkpoints with one damage each, by kind,",
         "and what became of reading all of them. *Refused*: with the place and the reason. *Malformed*:",
         "refused, by the net under all readers, which knows the checkpoint and not the place. *Read*: the",
-        "damage left a checkpoint that is right by all that the format tells of itself (formats without",
-        "check sums cannot tell another number from the right one). *Error*: an exception that is none of",
-        "dynadapt's. *Hang*: over ten seconds of processor time. *Memory*: over 256 MiB. The last three must",
-        "not be.",
+        "damage left a checkpoint that is right by all that the format tells of itself, or hit what says",
+        "nothing. *Silent*: another state was read without a word, though torch wrote check sums into the",
+        "damaged file. *Error*: an exception that is none of dynadapt's. *Hang*: over ten seconds of",
+        "processor time. *Memory*: over 256 MiB. The last four must not be.",
         "",
         f"| {' | '.join(heads)} |",
         f"|---|{'---:|' * (len(heads) - 1)}",
