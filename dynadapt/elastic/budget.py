@@ -9,7 +9,10 @@ from pathlib import Path
 from dynadapt.errors import Finding, Refused
 from dynadapt.transport.stream import PIECE
 
-__all__ = ["Budget", "Effort", "anonymous_bytes", "thread_bytes"]
+__all__ = ["FORK_BYTES", "Budget", "Effort", "anonymous_bytes", "thread_bytes"]
+
+FORK_BYTES = 10 << 20
+"""What a forked process changes of the tables that it has from its parent, beside what a thread takes."""
 
 SMALLEST = 64 << 10
 """Bytes of a piece below which more pieces would only be slower."""

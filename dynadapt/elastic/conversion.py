@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 FORK = 128 << 20
 """Bytes from which on forked processes are worth it."""
 
-__all__ = ["ConversionReport", "chosen_of", "convert", "copies", "laid_out", "left_out"]
+__all__ = ["ConversionReport", "chosen_of", "convert", "copies", "forked", "laid_out", "left_out"]
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,13 @@ class _Job:
             for key in left_out(layout, matched)
         )
         if verify:
-            _verify(str(work.path), streamed, kept, effort, fork=self._forks(streamed.written))
+            _verify(
+                str(work.path),
+                streamed,
+                kept,
+                effort,
+                fork=forked(streamed.written, self.budget, ranks),
+            )
             clock.lap("verify")
         prints = fingerprint(there.keys, streamed.sums)
         outcomes += tuple(
@@ -345,14 +351,10 @@ class _Job:
             on_bytes=count,
             on_mark=journal.mark,
             stop=ranks.stop if ranks is not None else None,
-            fork=self._forks(total),
+            fork=forked(total, self.budget, ranks),
         )
         streamed.kept += kept
         return streamed
-
-    def _forks(self, nbytes: int) -> bool:
-        """Whether forked processes shall work on so many bytes."""
-        return self.ranks is None and self.budget.most is None and nbytes >= FORK and may_fork()
 
     def _digest(self, made: Described) -> str:
         told = [dict(self.what), sorted((name, b.numel) for name, b in made.buffers.items())]
@@ -375,6 +377,11 @@ def _from_json(told: Mapping[str, Any]) -> ConversionReport:
     outcomes = tuple(Outcome(o["path"], o["kind"], o["note"]) for o in told["outcomes"])
     warnings = tuple(Finding(**finding) for finding in told["warnings"])
     return ConversionReport(**{**told, "outcomes": outcomes, "warnings": warnings})
+
+
+def forked(nbytes: int, budget: Budget, ranks: Ranks | None = None) -> bool:
+    """Whether forked processes shall work on so many bytes that are written."""
+    return ranks is None and budget.most is None and nbytes >= FORK and may_fork()
 
 
 def left_out(source: RowLayout, matched: Match) -> tuple[str, ...]:

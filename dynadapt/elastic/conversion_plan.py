@@ -6,8 +6,11 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from dynadapt.elastic.budget import Budget, thread_bytes
-from dynadapt.elastic.conversion import chosen_of, laid_out, left_out
+import numpy as np
+from isal.isal_zlib import crc32
+
+from dynadapt.elastic.budget import FORK_BYTES, Budget, thread_bytes
+from dynadapt.elastic.conversion import chosen_of, forked, laid_out, left_out
 from dynadapt.transport.certificate import weighted_sum
 from dynadapt.vps.box import Box
 from dynadapt.vps.keys import Key, itemsize
@@ -97,7 +100,8 @@ def plan(
         for row in there.rows(endpoint)
     )
     written = sum(sizes.values())
-    rate = _rate(own.buffers)  # type: ignore[arg-type]  # they are files
+    fill, again = _paces(own.buffers)  # type: ignore[arg-type]  # they are files
+    forks = effort.threads if forked(written, budget or Budget()) else 0
     return ConversionPlan(
         source=source.path,
         format=target.format,
@@ -107,24 +111,30 @@ def plan(
         bytes_written=written,
         files=len(sizes),
         largest_file=max(sizes.values(), default=0),
-        peak_bytes=effort.threads * thread_bytes(effort.piece),
-        # once through to write, once to read back and compare
-        seconds=(read + verify * written) / (rate * effort.threads) + written / DISK,
+        peak_bytes=effort.threads * thread_bytes(effort.piece) + forks * FORK_BYTES,
+        # once through, as the disk writes; once to read back
+        seconds=max(read / (fill * effort.threads), written / DISK)
+        + verify * written / (again * effort.threads),
         dropped=left_out(layout, matched),
     )
 
 
-def _rate(buffers: Mapping[str, FileBuffer]) -> float:
-    """Bytes a second of one thread that reads and sums some of the source."""
-    left, seconds = PROBE, 1e-9
+def _paces(buffers: Mapping[str, FileBuffer]) -> tuple[float, float]:
+    """Bytes a second of one thread that reads, sums and copies some of the source; that checks sums."""
+    left, filling, checking = PROBE, 1e-9, 1e-9
     for buffer in buffers.values():
         array = buffer.array()[: left // itemsize(buffer.dtype)]
-        began = time.perf_counter()
+        room = np.empty(1 << 17, array.dtype)
         for at in range(0, array.size, 1 << 17):
             piece = array[at : at + (1 << 17)]
+            began = time.perf_counter()
             weighted_sum(piece, Box((at,), (at + piece.size,)), Key("probe", "param"))
-        seconds += time.perf_counter() - began
+            room[: piece.size] = piece
+            middle = time.perf_counter()
+            crc32(piece)
+            filling += middle - began
+            checking += time.perf_counter() - middle
         left -= array.nbytes
         if left <= 0:
             break
-    return max((PROBE - left) / seconds, 1.0)
+    return max((PROBE - left) / filling, 1.0), max((PROBE - left) / checking, 1.0)

@@ -4,36 +4,35 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event, Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from dynadapt.files import start_writing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Protocol
 
     from dynadapt.transport.progress import Progress
 
-    class Heard(Protocol):
-        """What a writer tells, in this process or from another."""
-
-        def bytes(self, count: int) -> None:
-            """So many were written."""
-
-        def mark(self, name: str, progress: Progress) -> None:
-            """A buffer is so far."""
-
-        def early(self, path: str, start: int, nbytes: int) -> None:
-            """The disk may begin with some bytes of a file."""
-
-        def kept(self, count: int) -> None:
-            """So many had been written before."""
-
-        def is_set(self) -> bool:
-            """Whether to stop."""
-
-
 __all__ = ["Heard", "Watch"]
+
+
+class Heard(Protocol):
+    """What a writer tells, in this process or from another."""
+
+    def bytes(self, count: int) -> None:
+        """So many were written."""
+
+    def mark(self, name: str, progress: Progress) -> None:
+        """A buffer is so far."""
+
+    def early(self, path: str, start: int, nbytes: int) -> None:
+        """The disk may begin with some bytes of a file."""
+
+    def kept(self, count: int) -> None:
+        """So many had been written before."""
+
+    def is_set(self) -> bool:
+        """Whether to stop."""
 
 
 class Watch:
