@@ -28,6 +28,7 @@ ACCELERATE = {
 TRAINER = {"trainer": "ddp", "trainer-zero3": "zero3", "trainer-fsdp2": "fsdp2"}
 PARALLEL = {
     "pipeline": "pipe zero1",
+    "pipeline-zero0": "pipe in fp32, four stages",
     "autotp": "tp zero2, tied",
     "autotp-zero3": "tp zero3",
     "autotp-zero0": "tp without ZeRO",
