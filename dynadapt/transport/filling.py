@@ -17,7 +17,7 @@ from dynadapt.errors import Finding, Refused
 from dynadapt.files import FileBuffer, raw_dtype, unwritable
 from dynadapt.transport.casts import cast, same_values
 from dynadapt.transport.certificate import MASK, weighted_sum
-from dynadapt.transport.progress import Progress, Stopped
+from dynadapt.transport.progress import TELL, Progress, Stopped
 from dynadapt.transport.sources import Sources, inside, view_of
 from dynadapt.vps.box import Box, row_major_strides
 from dynadapt.vps.keys import itemsize
@@ -35,9 +35,6 @@ __all__ = ["WRITE", "Writer"]
 
 WRITE = 1536 << 10
 """Bytes of one write."""
-
-TELL = 16 << 20
-"""Bytes written after which it is told, for who watches."""
 
 EARLY = 32 << 20
 """Bytes of a buffer after which the disk is told to begin with them."""

@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from multiprocessing import get_all_start_methods, get_context
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dynadapt.transport.progress import TELL
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
@@ -71,22 +73,30 @@ class Forks:
         self._context = get_context("fork")
         self._told = self._context.SimpleQueue()
         self._flag = mmap.mmap(-1, 1)  # shared by all forks
+        self._untold: list[tuple[Any, ...]] = []
 
     def bytes(self, count: int) -> None:
-        """See `Watch`; so the others."""
-        self._told.put(("bytes", count))
+        """See `Watch`; so the others. What a fork tells is sent together, of some MB at a time."""
+        self._untold.append(("bytes", count))
+        if count >= TELL:
+            self._send()
 
     def mark(self, name: str, progress: Progress) -> None:
         """See `Watch`."""
-        self._told.put(("mark", name, progress))
+        self._untold.append(("mark", name, progress))
 
     def early(self, path: str, start: int, nbytes: int) -> None:
         """See `Watch`."""
-        self._told.put(("early", path, start, nbytes))
+        self._untold.append(("early", path, start, nbytes))
 
     def kept(self, count: int) -> None:
         """See `Watch`."""
-        self._told.put(("kept", count))
+        self._untold.append(("kept", count))
+
+    def _send(self) -> None:
+        if self._untold:
+            self._told.put(self._untold)
+            self._untold.clear()
 
     def is_set(self) -> bool:
         """Whether to stop."""
@@ -102,12 +112,18 @@ class Forks:
 
         def listen() -> None:
             while not self._told.empty():
-                what, *told = self._told.get()
-                getattr(watch, what)(*told)
+                for what, *told in self._told.get():
+                    getattr(watch, what)(*told)
             if watch.is_set():
                 self._flag[0] = 1
 
-        with self.begun(task, items, workers) as asked:
+        def told(item: Any) -> T:
+            try:
+                return task(item)
+            finally:
+                self._send()
+
+        with self.begun(told, items, workers) as asked:
             try:
                 for each in asked:
                     while not each.done():

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Progress", "Stopped"]
+__all__ = ["TELL", "Progress", "Stopped"]
+
+TELL = 16 << 20
+"""Bytes written after which it is told, for who watches."""
 
 
 class Stopped(Exception):
