@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import time
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -336,23 +337,24 @@ class _Job:
                 kept = sum(ranks.wait("filled", *ranks.others))
             return Journal.every(self.place.aside, self.what)
 
-        streamed = stream(
-            matched,
-            self.layout,
-            self.own.buffers,  # type: ignore[arg-type]  # they are files
-            there,
-            made.buffers,  # type: ignore[arg-type]  # likewise
-            narrow=self.narrow,
-            threads=effort.threads,
-            piece=effort.piece,
-            share=set(share) if world > 1 else None,
-            rest=rest if world > 1 and not rank else None,
-            begun=marks,
-            on_bytes=count,
-            on_mark=journal.mark,
-            stop=ranks.stop if ranks is not None else None,
-            fork=forked(total, self.budget, ranks),
-        )
+        with closing(journal):
+            streamed = stream(
+                matched,
+                self.layout,
+                self.own.buffers,  # type: ignore[arg-type]  # they are files
+                there,
+                made.buffers,  # type: ignore[arg-type]  # likewise
+                narrow=self.narrow,
+                threads=effort.threads,
+                piece=effort.piece,
+                share=set(share) if world > 1 else None,
+                rest=rest if world > 1 and not rank else None,
+                begun=marks,
+                on_bytes=count,
+                on_mark=journal.mark,
+                stop=ranks.stop if ranks is not None else None,
+                fork=forked(total, self.budget, ranks),
+            )
         streamed.kept += kept
         return streamed
 

@@ -19,6 +19,7 @@ from dynadapt.transport.progress import Progress
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+    from typing import TextIO
 
     from dynadapt.elastic.selection import Selection
     from dynadapt.protocols import FileTarget
@@ -57,6 +58,7 @@ class Journal:
     marks: dict[str, Progress] = field(default_factory=dict)
     _told: dict[str, int] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
+    _file: TextIO | None = None
 
     @classmethod
     def begin(cls, path: Path, what: Mapping[str, Any]) -> Journal:
@@ -112,8 +114,16 @@ class Journal:
             self._told[name] = len(progress.sums)
             sums = progress.sums[start:]
             told = [name, start, sums, progress.done, progress.crc, progress.read]
-            with self.path.open("a") as file:
-                file.write(json.dumps(told) + "\n")
+            if self._file is None:
+                self._file = self.path.open("a")
+            self._file.write(json.dumps(told) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Nothing more is written down."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def _compare(path: Path, had: Mapping[str, Any], have: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -85,7 +86,7 @@ class Ranks:
         until = time.monotonic() + self.timeout
         token = secrets.token_hex(8)
         if not self.rank:
-            folder.mkdir()
+            _anew(folder, token)
             tokens: dict[str, str] = {}
             while len(tokens) < self.world - 1:
                 for rank in self.others:
@@ -218,6 +219,17 @@ class Ranks:
         except OSError:
             return None
         return told if whole else told[0]
+
+
+def _anew(folder: Path, token: str) -> None:
+    """An empty folder. Of what was left over, others may write into it as it is removed: it is moved first."""
+    while True:
+        try:
+            folder.mkdir()
+            return
+        except FileExistsError:
+            old = folder.rename(folder.with_name(f"{folder.name}.{token}"))
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def _from(rank: int, told: Mapping[str, str]) -> Finding:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -173,6 +174,24 @@ def test_one_dies_and_it_goes_on(tmp_path: Path, log: Path, dying: int) -> None:
     assert verified(offline.open(target))[0] == ()
     offline.convert(source, tmp_path / "c", "universal")
     assert _bytes(target) == _bytes(tmp_path / "c")
+
+
+def test_a_folder_that_is_written_into_as_it_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others say that they are there in what an ended conversion has left."""
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    true = shutil.rmtree
+
+    def removes(path: Path, **how: Any) -> None:
+        true(path, **how)
+        path.mkdir()
+        (path / "hello").write_text("1")
+
+    monkeypatch.setattr(shutil, "rmtree", removes)
+    together._anew(folder, "token")
+    assert not list(folder.iterdir())
 
 
 @pytest.mark.parametrize("lacking", [0, 1])
