@@ -222,14 +222,15 @@ class Ranks:
 
 
 def _anew(folder: Path, token: str) -> None:
-    """An empty folder. Of what was left over, others may write into it as it is removed: it is moved first."""
+    """An empty folder. One that is left over is moved first: others may write into it as it is removed."""
     while True:
         try:
             folder.mkdir()
-            return
         except FileExistsError:
             old = folder.rename(folder.with_name(f"{folder.name}.{token}"))
             shutil.rmtree(old, ignore_errors=True)
+        else:
+            return
 
 
 def _from(rank: int, told: Mapping[str, str]) -> Finding:
