@@ -16,7 +16,7 @@ import time
 import warnings
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import get_all_start_methods, get_context
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,6 +25,7 @@ from dynadapt.transport.progress import TELL
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
+    from multiprocessing.process import BaseProcess
 
     from dynadapt.transport.progress import Progress
     from dynadapt.transport.watch import Watch
@@ -33,6 +34,7 @@ __all__ = ["ForkLost", "Forks", "may_fork"]
 
 T = TypeVar("T")
 _PDEATHSIG = 1
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 _POLL = 0.01
 """Seconds between looks at what was told."""
 
@@ -50,30 +52,61 @@ def may_fork() -> bool:
         get_context("fork").Lock()  # there may be no /dev/shm
         with _quiet():
             pid = os.fork()
+            if not pid:
+                os._exit(0)
     except OSError:
         return False
-    if not pid:
-        os._exit(0)
     os.waitpid(pid, 0)
     return True
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the warning of newer Pythons that a fork has not the threads of its parent: it needs none."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        yield
+    """Forks can be made: no interrupt falls into one that would take itself for its parent.
+
+    Nor is there the warning of newer Pythons that a fork has not the threads of its parent: it needs none.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTS)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _Context(type(get_context("fork"))):  # type: ignore[misc]  # typeshed knows it by platform
+    """Makes forks that are killed where a pool would end them: they ignore to be asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[BaseProcess] = []
+
+    def Process(self, *args: Any, **named: Any) -> BaseProcess:  # what a pool calls
+        made: BaseProcess = super().Process(*args, **named)
+        made.terminate = made.kill  # type: ignore[method-assign]
+        self.made.append(made)
+        return made
 
 
 class Forks:
-    """Processes that do some work and tell this one's `Watch` how far they are, by the same calls."""
+    """Processes that do some work and tell this one's `Watch` how far they are, by the same calls.
+
+    For one `run`, or one `begun`.
+    """
 
     def __init__(self) -> None:
-        self._context = get_context("fork")
-        self._told = self._context.SimpleQueue()
+        self._context = _Context()
+        self._hears, self._tells = self._context.Pipe(duplex=False)
+        self._turn = self._context.Lock()
         self._flag = mmap.mmap(-1, 1)  # shared by all forks
         self._untold: list[tuple[Any, ...]] = []
+
+    def _hear(self) -> Iterator[Any]:
+        """What was told since; no more from forks that were killed in the middle of a word."""
+        with suppress(EOFError, OSError):
+            while self._hears.poll():
+                yield self._hears.recv()
 
     def bytes(self, count: int) -> None:
         """See `Watch`; so the others. What a fork tells is sent together, of some MB at a time."""
@@ -95,7 +128,8 @@ class Forks:
 
     def _send(self) -> None:
         if self._untold:
-            self._told.put(self._untold)
+            with self._turn:
+                self._tells.send(self._untold)
             self._untold.clear()
 
     def is_set(self) -> bool:
@@ -111,8 +145,8 @@ class Forks:
         """
 
         def listen() -> None:
-            while not self._told.empty():
-                for what, *told in self._told.get():
+            for every in self._hear():
+                for what, *told in every:
                     getattr(watch, what)(*told)
             if watch.is_set():
                 self._flag[0] = 1
@@ -125,6 +159,7 @@ class Forks:
 
         with self.begun(told, items, workers) as asked:
             try:
+                self._tells.close()  # the forks have theirs: when all of them have gone, that is told
                 for each in asked:
                     while not each.done():
                         wait([each], _POLL)
@@ -142,12 +177,12 @@ class Forks:
             each.cancel()
         try:
             while not all(each.done() for each in asked):
-                while not self._told.empty():
-                    self._told.get()
+                for _ in self._hear():
+                    pass
                 time.sleep(_POLL)
         except BaseException:  # interrupted once more
-            for child in self._context.active_children():
-                child.kill()
+            for fork in self._context.made:
+                fork.kill()
             raise
 
     @contextmanager
@@ -166,6 +201,9 @@ class Forks:
                 yield asked
             except BrokenProcessPool as error:
                 raise ForkLost from error
+            except BaseException:
+                self._flag[0] = 1
+                raise
             finally:
                 pool.shutdown(cancel_futures=True)
 
@@ -177,8 +215,9 @@ def _begin(task: Callable[[Any], Any], parent: int) -> None:
     """In a fork: an interrupt is the parent's to answer, and without the parent there is no work."""
     global _task
     _task = task
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for each in _INTERRUPTS:
+        signal.signal(each, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _INTERRUPTS)
     ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
