@@ -154,7 +154,7 @@ def apply_groups(
             if (key in group and key not in NOT_HYPER) or key == "initial_lr":
                 shared = sum(group.get(key) is other.get(key) for other in groups) > 1
                 _set_entry(group, key, value, shared)
-            elif value not in _IDLE:
+            elif key not in NOT_HYPER and value not in _IDLE:
                 lost.append(key)
         kept = [k for k in group if k not in {*hyper, *NOT_HYPER} and group[k] not in _IDLE]
         outcomes.append(Outcome(f"param_groups[{index}]", "exact"))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from dynadapt.adapters._hyper import RUNS
 from dynadapt.elastic import hints
 from dynadapt.elastic.checkpoint import layout_of
 from dynadapt.files import raw_dtype
@@ -441,6 +442,8 @@ def _flat_aux(items: tuple[AuxItem, ...], called: Mapping[str, str]) -> dict[str
             for group in item.value:
                 for name in (called.get(n, n) for n in group["names"]):
                     for label, value in group["hyper"].items():
+                        if label in RUNS:
+                            continue
                         found[f"param_groups/{name}/{label}"] = _plain(value)
         else:
             found[item.path] = _plain(item.value)

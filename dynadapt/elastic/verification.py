@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Verified", "verified"]
 
-_TORCH = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
+_TORCH = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".distcp")
 _COPY = "it has changed since it was written: copy it again"
 _SUMS = "convert it (dynadapt.json then has sums of all tensors), or keep sums of your own"
 
@@ -73,7 +73,9 @@ def _damaged(checkpoint: Checkpoint, threads: int) -> list[Finding]:
     by_path: dict[str, set[FileBuffer]] = {}
     for buffer in checkpoint.buffers.values():
         by_path.setdefault(buffer.path, set()).add(buffer)
+    root = Path(checkpoint.path)
     folders = {Path(path).parent for path in by_path}
+    folders |= {up for each in folders for up in each.parents if root in (up, *up.parents)}
     every = (p for each in folders for p in each.iterdir() if p.suffix in _TORCH)
     beside = {str(path) for path in every if path.is_file()}
     with ThreadPoolExecutor(threads) as pool:

@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 import dynadapt
 from dynadapt.elastic.verification import verified
 from dynadapt.errors import Refused
+from dynadapt.zips import place_of, records_of, zips_in
 from tests import _ranks
 from tests.offline import _made
 
@@ -142,6 +143,26 @@ def test_verify_takes_the_check_sums_inside_distributed_checkpoints(tmp_path: Pa
         _flip(damaged / Path(buffer.path).name, buffer.offset + 5)
         assert _reasons(damaged) == (["certificate"], [])
         shutil.rmtree(damaged)
+
+
+def test_verify_looks_at_files_without_tensors_too(saved: dict[int, Path], tmp_path: Path) -> None:
+    """Steps, schedules and random states, in whatever folder of the checkpoint they lie."""
+    for to in ("accelerate/fsdp2:dp=2", "universal"):
+        new = tmp_path / to.partition("/")[0]
+        dynadapt.convert(saved[2], new, to)
+        (new / "dynadapt.json").unlink()
+        tensors = {Path(b.path) for b in dynadapt.open(new).buffers.values()}
+        flipped = 0
+        for path in sorted(p for p in new.rglob("*") if p.is_file() and p not in tensors):
+            whole = path.read_bytes()
+            for start, each in zips_in(memoryview(whole)):
+                places = {r.name: place_of(each, r) for r in records_of(each)}
+                for name in (name for name in places if "/data/" in name and places[name][1]):
+                    _flip(path, start + places[name][0])
+                    assert _reasons(new)[0] == ["certificate"], path
+                    path.write_bytes(whole)
+                    flipped += 1
+        assert flipped
 
 
 def test_a_changed_pickle_is_refused(saved: dict[int, Path], tmp_path: Path) -> None:

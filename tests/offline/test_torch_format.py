@@ -499,3 +499,21 @@ def test_steps_that_nobody_counted_are_the_optimizers(tmp_path: Path, to: str) -
         (file,) = sorted((tmp_path / name).rglob("*mp_rank_00_model_states.pt"))[:1]
         assert torch.load(file, weights_only=False)["global_steps"] == count
         assert dynadapt.diff(source, tmp_path / name, weights_only=only).same
+
+
+@pytest.mark.parametrize(
+    "through", ["zero0:dp=2", "zero2:dp=2", "universal", "dcp", "accelerate/fsdp1:dp=2"]
+)
+def test_an_optimizer_that_runs_fused_goes_on_so(tmp_path: Path, through: str) -> None:
+    """A loader takes all of a group from the file, and fused steps round otherwise."""
+    job = Job()
+    for group in job.optimizer.param_groups:
+        group["fused"] = True
+    job.save(tmp_path / "job.pt")
+    dynadapt.convert(tmp_path / "job.pt", tmp_path / "there", through)
+    assert dynadapt.diff(tmp_path / "job.pt", tmp_path / "there", ignore_missing=True).same
+    dynadapt.convert(tmp_path / "there", tmp_path / "back", "torch")
+    other = Job(seed=5)
+    other.load(tmp_path / "back" / "checkpoint.pt")
+    assert [group.get("fused") for group in other.optimizer.param_groups] == [True, True]
+    same_steps(job, other)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dynadapt.adapters._hyper import NOT_HYPER
+from dynadapt.adapters._hyper import hyper_in_files
 from dynadapt.adapters.checkpoints._dcp_chunks import Chunks
 from dynadapt.adapters.checkpoints._dcp_metadata import Entry, boxes
 from dynadapt.adapters.checkpoints._dcp_tree import sorted_out
@@ -90,7 +90,7 @@ class Reading(Chunks):
         hypers: list[dict[str, Any]] = []
         for number, (names, hyper) in enumerate(saved.optimizer.groups if saved.optimizer else ()):
             group_of |= dict.fromkeys(names, number)
-            plain = {k: self._plain(v) for k, v in hyper.items() if k not in NOT_HYPER}
+            plain = hyper_in_files({k: self._plain(v) for k, v in hyper.items()})
             value = {k: v for k, v in plain.items() if encodable(v)}
             hypers.append({"names": list(names), "hyper": value})
         aliases = self._ties(saved, group_of)

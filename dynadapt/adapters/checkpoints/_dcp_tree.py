@@ -91,7 +91,9 @@ def sorted_out(entries: Mapping[str, Entry], value_of: Callable[[Entry], Any]) -
         if tensors:
             models[names] = tensors
         for key, value in node.items():
-            if isinstance(value, _Leaf) or not isinstance(value, Entry | dict):
+            if isinstance(value, _Leaf):
+                saved.rest |= {(*names, key): dict(value)}
+            elif not isinstance(value, Entry | dict):
                 saved.rest |= {(*names, key): value}
     read = [_optimizer(node, models) for node in optimizers]
     chosen = _choose(models, read)

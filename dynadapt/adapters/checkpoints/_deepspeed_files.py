@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from dynadapt.adapters._hyper import NOT_HYPER
+from dynadapt.adapters._hyper import hyper_in_files
 from dynadapt.adapters.checkpoints._deepspeed_geometry import shapes_of
 from dynadapt.adapters.checkpoints._format import named_folder
 from dynadapt.adapters.checkpoints._names import looks_like_buffer
@@ -203,7 +203,7 @@ def model_states(file: TorchFile) -> dict[str, Any]:
 def hyper_item(groups: Sequence[Iterable[str]], param_groups: Sequence[Any]) -> AuxItem:
     """The `param_groups` item: names and hyperparameters of each group."""
     value = [
-        {"names": list(names), "hyper": {k: v for k, v in own.items() if k not in NOT_HYPER}}
+        {"names": list(names), "hyper": hyper_in_files(own)}
         for names, own in zip(groups, param_groups, strict=False)
     ]
     return AuxItem("param_groups", value)

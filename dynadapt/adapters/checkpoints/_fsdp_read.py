@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dynadapt.adapters._hyper import NOT_HYPER
+from dynadapt.adapters._hyper import hyper_in_files
 from dynadapt.adapters.checkpoints._deepspeed_files import number
 from dynadapt.adapters.checkpoints._fsdp_flats import FLAT
 from dynadapt.adapters.checkpoints._fsdp_local import FlatParameters
@@ -308,8 +308,7 @@ class Reading:
         value = []
         for names, group in groups:
             hyper = plain_part(lowered(group, file))[0]
-            kept = {str(k): v for k, v in hyper.items() if k not in NOT_HYPER}
-            value.append({"names": names, "hyper": kept})
+            value.append({"names": names, "hyper": hyper_in_files(hyper)})
             for name in names:
                 base = self.specs.get(Key(name, "param"))
                 if base is None:

@@ -14,7 +14,7 @@ from dynadapt.adapters.checkpoints._dcp_read import Reading
 from dynadapt.adapters.checkpoints._dcp_write import MODEL
 from dynadapt.adapters.checkpoints._dcp_write import OPTIMIZER as OPTIMIZER_PART
 from dynadapt.adapters.checkpoints._dcp_write import Writing as ShardedWriting
-from dynadapt.adapters.checkpoints._deepspeed_files import Folder, optimizer_states, outcomes_of
+from dynadapt.adapters.checkpoints._deepspeed_files import outcomes_of
 from dynadapt.adapters.checkpoints._deepspeed_open import writing_of
 from dynadapt.adapters.checkpoints._plain import Lifting, lowered, plain_part
 from dynadapt.adapters.checkpoints._safetensors import NAMES, header_of, whole_row
@@ -46,7 +46,6 @@ __all__ = [
     "Names",
     "Sharded",
     "Whole",
-    "how_it_runs",
     "read_sharded",
     "read_whole",
     "written_as",
@@ -201,32 +200,6 @@ def _dict_of(path: Path, name: str) -> tuple[TorchFile, dict[str, Any]]:
     return file, file.tree
 
 
-RUNS = ("foreach", "fused", "capturable", "differentiable")
-"""Group entries that say how an optimizer runs: `load_state_dict` takes them from the file."""
-
-
-def how_it_runs(root: Path, optimizer: str, carried: str) -> list[AuxItem]:
-    """What a folder's optimizer says of how it runs, if not by default: for folders of the same library.
-
-    Without it a fused optimizer would go on unfused, which rounds otherwise. `optimizer` names a file, or
-    the folder of a DeepSpeed checkpoint.
-    """
-    tree: Any = None
-    if (root / optimizer).is_file():
-        tree = read_torch(str(root / optimizer)).tree
-    elif (root / optimizer).is_dir() and (files := Folder.parts(root / optimizer)[0].optim):
-        states = optimizer_states(files[0])
-        tree = states.get("base_optimizer_state", states.get("optimizer_state_dict"))
-    groups = tree.get("param_groups") if isinstance(tree, dict) else None
-    found = [
-        {name: own[name] for name in RUNS if type(own.get(name)) is bool and own[name]}
-        for own in (groups if isinstance(groups, list) else ())
-        if isinstance(own, dict)
-    ]
-    alike = bool(found) and all(own == found[0] for own in found)
-    return [AuxItem(f"{carried}optimizer", found[0])] if alike and found[0] else []
-
-
 def read_sharded(path: Path, form: str) -> Described:
     """Model and optimizer in a torch distributed checkpoint each; `form` is the format that this is of."""
     names = [SHARDED, SHARDED_OPTIMIZER]
@@ -283,12 +256,6 @@ class InDeepSpeed:
         small = self.names.write(self.made, aux, self.ranks, scaler=False)
         rest = {path: item for path, item in aux.items() if path not in small}
         held = {**rest, **({"scheduler": aux["scheduler"]} if "scheduler" in aux else {})}
-        if (runs := held.pop(f"{self.names.carried}optimizer", None)) and "param_groups" in held:
-            small[runs.path] = Outcome(runs.path, "exact")
-            del rest[runs.path]
-            groups = held["param_groups"]
-            value = [{**g, "hyper": {**g["hyper"], **runs.value}} for g in groups.value]
-            held["param_groups"] = replace(groups, value=value)
         shared = self.writing.seal(self.made, scalars, held)
         return (*small.values(), *outcomes_of(rest, "a DeepSpeed checkpoint"), *shared)
 
@@ -346,10 +313,6 @@ class Whole:
         if self.optimizer:
             lifting = Lifting()
             tree = self.trees.optimizer(scalars, aux, lifting, by_name=self.full)
-            if (runs := aux.get(f"{self.names.carried}optimizer")) is not None:
-                outcomes[runs.path] = Outcome(runs.path, "exact")
-                for group in tree["param_groups"]:
-                    group.update(runs.value)
             self.made.seal_torch(self.file, tree, self.x.crcs, lifting.values)
         held = {"param_groups", "optimizer", PLAIN} if self.optimizer else set()
         note = "this form of folder has no place for it"

@@ -123,6 +123,12 @@ class _Writer(pickle._Pickler):
             self.save(obj.state)  # type: ignore[attr-defined]
             self.write(pickle.BUILD)  # type: ignore[attr-defined]
 
+    def save_reduce(self, func: Any, args: Any, *more: Any, obj: Any = None, **named: Any) -> None:
+        """As pickle does, but no class of this package: who loads the file may not have it."""
+        if type(obj).__module__.startswith("dynadapt."):
+            raise pickle.PicklingError(f"a {type(obj).__name__} is no value of a checkpoint")
+        super().save_reduce(func, args, *more, obj=obj, **named)  # type: ignore[misc]
+
     dispatch |= {
         Global: _global,
         StoredTensor: _tensor,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dynadapt.adapters._hyper import NOT_HYPER
+from dynadapt.adapters._hyper import hyper_in_files
 from dynadapt.adapters.checkpoints._deepspeed_files import number
 from dynadapt.adapters.checkpoints._names import placeholders, tensor_spec
 from dynadapt.adapters.checkpoints._optimizer_kinds import family_of, slots_of
@@ -251,7 +251,7 @@ class StateDicts:
         if plain:
             self.aux.append(AuxItem(PLAIN, sorted(plain)))
         value = [
-            {"names": own, "hyper": {k: v for k, v in hyper.items() if k not in NOT_HYPER}}
+            {"names": own, "hyper": hyper_in_files(hyper)}
             for own, hyper in zip(names, hypers, strict=True)
         ]
         self.aux.append(AuxItem("param_groups", value))

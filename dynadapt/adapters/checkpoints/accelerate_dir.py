@@ -59,9 +59,6 @@ class AccelerateDir(JobDir):
             cause = "has a model in a file of each rank and its optimizer in another form"
             fix = "save it with SHARDED_STATE_DICT or FULL_STATE_DICT"
             raise Refused([Finding("unsupported-format", str(path), cause, fix)])
-        small += forms.how_it_runs(
-            path, NAMES.deepspeed if form == "deepspeed" else NAMES.optimizer, NAMES.carried
-        )
         paths = {item.path for item in small}
         aux = (*(item for item in own.aux if item.path not in paths), *small)
         return replace(own, aux=aux)

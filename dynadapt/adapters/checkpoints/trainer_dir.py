@@ -68,11 +68,9 @@ class TrainerDir(JobDir):
         if root is None:
             raise Refused([Finding("bad-file", str(path), "is no checkpoint of a Trainer")])
         own = _read(root, _form_of(root), said)
-        tag = tag_folder(root)
-        optimizer = NAMES.optimizer if tag is None else tag.name
-        small = [*NAMES.read(root), *forms.how_it_runs(root, optimizer, NAMES.carried)]
         paths = {item.path for item in own.aux}
-        small = [item for item in small if item.path not in paths]  # DeepSpeed has its own schedule
+        # DeepSpeed has its own schedule.
+        small = [item for item in NAMES.read(root) if item.path not in paths]
         items = [] if "counters" in paths else _counters(root)
         return replace(own, aux=(*own.aux, *items, *small))
 
