@@ -23,7 +23,7 @@ from dynadapt.protocols import TrainState, models_of, modules_of, parts_of
 from dynadapt.vps.keys import canonical_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 __all__ = ["points_at_source", "unused_gradients"]
 
@@ -272,11 +272,11 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
     Nothing for frameworks' objects, and of a big container the first ones.
     """
     if isinstance(value, dict):
-        yield from ((part, (key,)) for key, part in list(islice(value.items(), WIDE)))
+        yield from ((part, (key,)) for key, part in _first(dict.items(value)))
     elif isinstance(value, list | tuple | deque):
-        yield from ((part, (i,)) for i, part in enumerate(list(islice(value, WIDE))))
+        yield from ((part, (i,)) for i, part in enumerate(_first(value)))
     elif isinstance(value, set | frozenset):
-        yield from ((part, "{...}") for part in list(islice(value, WIDE)))
+        yield from ((part, "{...}") for part in _first(value))
     elif isinstance(value, functools.partial):
         yield from ((part, " (an argument)") for part in (*value.args, *value.keywords.values()))
     elif isinstance(value, types.MethodType):
@@ -294,6 +294,14 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
         own = getattr(value, "__dict__", None)
         if isinstance(own, dict):
             yield from ((part, f".{key}") for key, part in list(own.items()))
+
+
+def _first(values: Iterable[Any]) -> list[Any]:
+    """The first ones; none of a container that another thread changes just then."""
+    try:
+        return list(islice(values, WIDE))
+    except RuntimeError:
+        return []
 
 
 def _kind(value: Any) -> str:

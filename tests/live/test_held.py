@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -132,6 +133,32 @@ def test_looking_keeps_nothing_alive() -> None:
 
     gc.collect()
     assert gone() is None
+
+
+class Changing(OrderedDict[str, Any]):
+    """As it is while another thread puts something in."""
+
+    def items(self) -> Any:
+        raise RuntimeError("OrderedDict mutated during iteration")
+
+
+class Turning(deque[Any]):
+    """The same."""
+
+    def __iter__(self) -> Any:
+        raise RuntimeError("deque mutated during iteration")
+
+
+def test_containers_that_another_thread_changes() -> None:
+    """A search for warnings is not what ends a migration."""
+    source, target = _state(0), _state(1)
+    KEPT["changing"] = Changing(weights=list(source.model.parameters()))
+    KEPT["turning"] = Turning(source.model.parameters())
+    found = _warnings(source, target)
+    assert (
+        f"list of 4 parameters in global 'KEPT' of module {__name__}['changing']['weights']"
+        in found
+    )
 
 
 def test_it_is_bounded() -> None:
