@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dynadapt.adapters._common import dtype_name, torch_dtype
-from dynadapt.adapters._hyper import NOT_HYPER
+from dynadapt.adapters._hyper import NOT_HYPER, hyper_in_files
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import PER_GROUP, AuxItem, Outcome, TrainState
 from dynadapt.vps.keys import canonical_name
@@ -53,9 +53,9 @@ def groups_item(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[st
         {
             "names": list(members),
             "hyper": {
-                key: plain(entry)
-                for key, entry in group.items()
-                if key not in NOT_HYPER and encodable(plain(entry))
+                key: entry
+                for key, entry in hyper_in_files({k: plain(v) for k, v in group.items()}).items()
+                if encodable(entry)
             },
         }
         for group, members in zip(groups, names, strict=True)

@@ -517,3 +517,18 @@ def test_an_optimizer_that_runs_fused_goes_on_so(tmp_path: Path, through: str) -
     other.load(tmp_path / "back" / "checkpoint.pt")
     assert [group.get("fused") for group in other.optimizer.param_groups] == [True, True]
     same_steps(job, other)
+
+
+def test_a_live_job_that_runs_fused_is_saved_so(tmp_path: Path) -> None:
+    """And another that takes its state over keeps its own way."""
+    job, other = Job(), Job(seed=5)
+    for group in job.optimizer.param_groups:
+        group["fused"] = True
+    job.step(0)
+    dynadapt.save(TrainState(job.model, job.optimizer), tmp_path / "a", "torch")
+    tree = torch.load(tmp_path / "a" / "checkpoint.pt", weights_only=True)
+    assert [group["fused"] for group in tree["optimizer"]["param_groups"]] == [True, True]
+    report = dynadapt.load(TrainState(other.model, other.optimizer), tmp_path / "a")
+    assert [group["fused"] for group in other.optimizer.param_groups] == [None, None]
+    assert not [outcome for outcome in report.outcomes if "fused" in outcome.path]
+    assert other.fingerprint() == job.fingerprint()
