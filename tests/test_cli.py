@@ -235,3 +235,13 @@ def test_demo(tmp_path: Path) -> None:
     assert count == len(told["reference_losses"]) == len(told["control_losses"]) == 24
     assert told["losses"][:8] == told["reference_losses"][:8] == told["control_losses"][:8]
     assert 5 * told["gap"] < told["control_gap"]
+
+
+def test_closed_streams_do_not_change_how_it_ends() -> None:
+    """As a daemon starts it: there is nothing to flush, and all else is as ever."""
+    command = f"exec {TOOLS / 'dynadapt'} env"
+    for closed in (">&-", "2>&-", "<&- >&- 2>&-"):
+        ended = subprocess.run(
+            ["sh", "-c", f"{command} {closed}"], capture_output=True, text=True, check=False
+        )
+        assert (ended.returncode, ended.stderr) == (0, ""), closed

@@ -66,11 +66,12 @@ def run() -> None:
     if not isinstance(code, int):
         print(code, file=sys.stderr)
         code = 1
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except OSError:  # who read it has gone
-        code = code or 1
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:  # it may be closed
+                stream.flush()
+        except OSError:  # who read it has gone
+            code = code or 1
     os._exit(code)
 
 

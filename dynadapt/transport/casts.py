@@ -40,6 +40,8 @@ def cast(array: NDArray[Any], source: str, target: str) -> NDArray[Any]:
         with np.errstate(over="ignore", invalid="ignore"):
             return _to_bfloat16(np.asarray(array, "<f4", order="C"))
     with np.errstate(over="ignore", invalid="ignore"):
+        if (source, target) == ("float64", "float16"):
+            array = array.astype("<f4")  # as torch does, which rounds twice
         narrowed: NDArray[Any] = array.astype(raw_dtype(target))
         return narrowed
 
