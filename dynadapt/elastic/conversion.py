@@ -11,6 +11,7 @@ import json
 import os
 import time
 from contextlib import closing
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from dynadapt.elastic.arrangement import arranged
 from dynadapt.elastic.budget import Budget, Effort
 from dynadapt.elastic.checkpoint import Checkpoint, layout_of, open_checkpoint
 from dynadapt.elastic.companions import bring_along
-from dynadapt.elastic.journal import Journal, identity
+from dynadapt.elastic.journal import Journal, identity, stamp_of
 from dynadapt.elastic.place import Place, write_manifest
 from dynadapt.elastic.ranks import Ranks, shares
 from dynadapt.errors import Finding, Refused
@@ -128,8 +129,9 @@ def convert(
         cause = "is the source itself, or one lies inside the other"
         raise Refused([Finding("target-exists", str(place.path), cause, "choose another place")])
     own, target, layout = chosen_of(source, target, selection)
-    what = identity(Path(source.path), target, selection, narrow)
-    job = _Job(source, own, layout, target, place, what, narrow, threads, budget or Budget(), ranks)
+    what, stamps = identity(Path(source.path), target, selection, narrow), _stamps(own)
+    effort = (threads, budget or Budget(), ranks)
+    job = _Job(source, own, layout, target, place, what, stamps, narrow, *effort)
     if ranks is not None and ranks.rank:
         return job.help(clock)
     place.begin(resume=resume)
@@ -210,6 +212,7 @@ class _Job:
     target: FileTarget
     place: Place
     what: Mapping[str, Any]
+    stamps: Mapping[str, list[int]]
     narrow: Narrow
     threads: int
     budget: Budget
@@ -233,7 +236,12 @@ class _Job:
             ranks.post("laid", [self._digest(made), marks is not None])
         effort = self.budget.effort(self.threads, again=verify)
         clock.lap("prepare")
-        streamed = self._stream(made, there, matched, effort, marks, on_bytes)
+        try:
+            streamed = self._stream(made, there, matched, effort, marks, on_bytes)
+        except (ForkLost, Refused):
+            self._as_it_was()  # a file that is cut short kills its reader, or is no memory to write from
+            raise
+        self._as_it_was()
         clock.lap("stream")
         work.crcs.update(streamed.crcs)
         outcomes = writer.finish(work, layout.keys, own.scalars, aux)
@@ -358,6 +366,15 @@ class _Job:
         streamed.kept += kept
         return streamed
 
+    def _as_it_was(self) -> None:
+        """Raises `Refused` (`source-changed`) if somebody wrote to the source meanwhile."""
+        now = _stamps(self.own)
+        cause = "was written to, or replaced, as it was read"
+        fix = "convert it again when nobody writes it, or a copy"
+        changed = [path for path in now if now[path] != self.stamps.get(path)]
+        if changed:
+            raise Refused([Finding("source-changed", path, cause, fix) for path in changed[:20]])
+
     def _digest(self, made: Described) -> str:
         told = [dict(self.what), sorted((name, b.numel) for name, b in made.buffers.items())]
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
@@ -373,6 +390,15 @@ class _Job:
         if self.ranks is not None:
             self.ranks.fail(error)
             self.ranks.part()
+
+
+def _stamps(own: Described) -> dict[str, list[int]]:
+    """Of the files that tensors lie in, as far as they are there."""
+    found: dict[str, list[int]] = {}
+    for path in sorted({buffer.path for buffer in own.buffers.values()}):  # type: ignore[attr-defined]
+        with suppress(OSError):  # whoever reads it says so
+            found[path] = stamp_of(Path(path))
+    return found
 
 
 def _from_json(told: Mapping[str, Any]) -> ConversionReport:

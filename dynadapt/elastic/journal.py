@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dynadapt.elastic.selection import Selection
     from dynadapt.protocols import FileTarget
 
-__all__ = ["Journal", "identity"]
+__all__ = ["Journal", "identity", "stamp_of"]
 
 VERSION = 1
 
@@ -39,13 +39,14 @@ def identity(
     return {
         "version": VERSION,
         "source": str(source.resolve()),
-        "files": {str(p.relative_to(source)): _stamp(p) for p in files},
+        "files": {str(p.relative_to(source)): stamp_of(p) for p in files},
         "target": f"{x.format} {x.layout or ''}".strip(),
         "details": hashlib.sha256(json.dumps([told, chosen], default=str).encode()).hexdigest(),
     }
 
 
-def _stamp(path: Path) -> list[int]:
+def stamp_of(path: Path) -> list[int]:
+    """What differs when a file has been written to, or another has taken its place."""
     found = path.stat()
     return [found.st_size, found.st_mtime_ns]
 

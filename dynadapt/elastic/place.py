@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -215,10 +216,11 @@ class Place:
     def _drop(self) -> None:
         forget(self.aside)
         if self._lock >= 0:
-            for each in self.aside.iterdir():  # the mark goes last
-                if each.name != "lock":
-                    _remove(each)
-            _remove(self.aside)
+            with suppress(OSError):  # it may be gone; and what has failed before is what is told
+                for each in self.aside.iterdir():  # the mark goes last
+                    if each.name != "lock":
+                        _remove(each)
+                _remove(self.aside)
         self.leave()
 
 

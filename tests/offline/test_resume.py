@@ -305,6 +305,56 @@ def test_an_error_leaves_nothing_to_continue(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
 
 
+def test_a_source_that_is_written_to_meanwhile(tmp_path: Path) -> None:
+    """What was read before and after may be of two saves: it is no checkpoint."""
+    source = _source(tmp_path / "a")
+
+    def save(done: int, total: int) -> None:
+        shutil.copy(source / "model.safetensors", tmp_path / "new")
+        os.replace(tmp_path / "new", source / "model.safetensors")
+
+    with pytest.raises(Refused, match="model.safetensors: was written to, or replaced") as found:
+        offline.convert(source, tmp_path / "b", "safetensors", on_bytes=save)
+    assert {finding.reason for finding in found.value.findings} == {"source-changed"}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
+
+
+def test_a_source_that_is_cut_short_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its map ends whoever reads it: it is told why."""
+    monkeypatch.setattr(conversion, "FORK", 0)
+    monkeypatch.setattr(conversion, "may_fork", lambda: True)
+    source, target = _source(tmp_path / "a", rows=4_000), tmp_path / "b"
+    write = filling._write
+
+    def cut(fd: int, data: memoryview, at: int) -> None:
+        os.truncate(source / "model.safetensors", 4096)
+        write(fd, data, at)
+
+    def converted() -> None:
+        filling._write = cut
+        with pytest.raises(Refused, match="source-changed"):
+            offline.convert(source, target, "torch")
+
+    try:
+        assert _forked(converted) == 0
+    finally:
+        filling._write = write
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
+
+
+def test_a_hidden_folder_that_somebody_removed(tmp_path: Path) -> None:
+    source, target = _source(tmp_path / "a"), tmp_path / "b"
+
+    def remove(done: int, total: int) -> None:
+        shutil.rmtree(tmp_path / ".b.partial", ignore_errors=True)
+
+    with pytest.raises(Refused, match="unwritable-file"):
+        offline.convert(source, target, "safetensors", on_bytes=remove)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
+
+
 @pytest.mark.parametrize("room", [0, 90, 200, 230, 240, 250])
 def test_a_disk_that_is_full(tmp_path: Path, room: int) -> None:
     """On a real file system of that many KiB; the target takes some 240 with its frames."""
