@@ -10,8 +10,7 @@ import hashlib
 import json
 import os
 import time
-from contextlib import closing
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

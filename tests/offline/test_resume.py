@@ -313,7 +313,7 @@ def test_a_source_that_is_written_to_meanwhile(tmp_path: Path) -> None:
         shutil.copy(source / "model.safetensors", tmp_path / "new")
         os.replace(tmp_path / "new", source / "model.safetensors")
 
-    with pytest.raises(Refused, match="model.safetensors: was written to, or replaced") as found:
+    with pytest.raises(Refused, match=r"model\.safetensors: was written to, or replaced") as found:
         offline.convert(source, tmp_path / "b", "safetensors", on_bytes=save)
     assert {finding.reason for finding in found.value.findings} == {"source-changed"}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
