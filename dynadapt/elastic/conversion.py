@@ -154,7 +154,7 @@ def convert(
         if isinstance(error, OSError):
             raise Refused([unwritable(error.filename or place.aside, error)]) from error
         if isinstance(error, ForkLost):
-            cause = "a process that worked for it was killed: for want of memory, maybe"
+            cause = "a process that worked for it was killed, or could not be made: for want of memory, maybe"
             fix = "--resume goes on; --max-memory or --workers 1 take less"
             raise Refused([Finding("worker-lost", str(place.path), cause, fix)]) from error
         if isinstance(error, Stopped) and ranks is not None:

@@ -40,7 +40,7 @@ _POLL = 0.01
 
 
 class ForkLost(Exception):
-    """A process that worked for this one was killed."""
+    """A process that worked for this one was killed, or could not be made."""
 
 
 def may_fork() -> bool:
@@ -87,6 +87,12 @@ class _Context(type(get_context("fork"))):  # type: ignore[misc]  # typeshed kno
         made.terminate = made.kill  # type: ignore[method-assign]
         self.made.append(made)
         return made
+
+    def kill(self) -> None:
+        """End all that could be made."""
+        for fork in self.made:
+            if fork.pid is not None:
+                fork.kill()
 
 
 class Forks:
@@ -181,8 +187,7 @@ class Forks:
                     pass
                 time.sleep(_POLL)
         except BaseException:  # interrupted once more
-            for fork in self._context.made:
-                fork.kill()
+            self._context.kill()
             raise
 
     @contextmanager
@@ -196,8 +201,12 @@ class Forks:
         begin = (task, os.getpid())
         with ProcessPoolExecutor(workers, self._context, _begin, begin) as pool:
             try:
-                with _quiet():
-                    asked = [pool.submit(_do, item) for item in items]
+                try:
+                    with _quiet():
+                        asked = [pool.submit(_do, item) for item in items]
+                except OSError as error:  # not all of them could be made
+                    self._context.kill()
+                    raise ForkLost from error
                 yield asked
             except BrokenProcessPool as error:
                 raise ForkLost from error

@@ -85,3 +85,28 @@ def test_an_interrupt_while_forks_are_made_ends_them() -> None:
             return sum(fork.is_alive() for fork in forks._context.made)
 
     assert _in_a_fork(job) == 0
+
+
+def test_forks_are_ended_where_not_all_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of processes may be reached at any of them."""
+
+    def job() -> int:
+        fork, left = os.fork, iter(range(2))
+
+        def limited() -> int:
+            if next(left, None) is None:
+                raise BlockingIOError(11, "Resource temporarily unavailable")
+            return fork()
+
+        monkeypatch.setattr(os, "fork", limited)
+        forks = Forks()
+        try:
+            with Watch() as watch:
+                forks.run(int, ["0"] * 9, 7, watch)
+        except ForkLost:
+            for made in forks._context.made[:2]:
+                made.join()
+            return 0
+        return 71
+
+    assert _in_a_fork(job) == 0
