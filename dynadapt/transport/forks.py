@@ -48,6 +48,8 @@ def may_fork() -> bool:
     known = sys.platform == "linux" and "fork" in get_all_start_methods()
     if not known or "torch" in sys.modules:
         return False
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        return False  # nobody can wait for the end of a fork then
     try:
         get_context("fork").Lock()  # there may be no /dev/shm
         with _quiet():

@@ -184,6 +184,22 @@ def test_an_interrupt_ends_the_forks(
     assert offline.open(target).fingerprint() == offline.open(source).fingerprint()
 
 
+def test_where_the_end_of_children_is_ignored(tmp_path: Path) -> None:
+    """As some that start programs leave it: nobody can wait for a fork, so threads do the work."""
+    source = _source(tmp_path / "a", rows=200)
+    code = (
+        "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
+        "from dynadapt import offline; from dynadapt.elastic import conversion\n"
+        "from dynadapt.transport import forks\n"
+        "conversion.FORK = 0; assert not forks.may_fork()\n"
+        f"print(offline.convert({str(source)!r}, {str(tmp_path / 'b')!r}, 'dcp').verified)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert (ended.stdout, ended.stderr) == ("True\n", "")
+
+
 def test_killed_again_and_again(tmp_path: Path) -> None:
     """Every continuation is killed too, and still it ends."""
     source, target = _source(tmp_path / "a", rows=3000), tmp_path / "b"
