@@ -6,6 +6,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.adapters import _by_part as by_part
@@ -31,6 +32,8 @@ REMEMBERED = 100_000
 """Rows of layouts kept: a job that changes layouts back and forth asks for the same ones."""
 
 _layouts: OrderedDict[bytes, RowLayout] = OrderedDict()
+_lock = Lock()
+"""Seats may be threads."""
 
 Scalars = Mapping[str, Mapping[str, int | float]]
 
@@ -79,7 +82,8 @@ def unite(name: str, control: Control, own: Described | None) -> Side | None:
         findings += part.findings
         aux.update(part.aux)
     at = _digest(parts, united)
-    layout = _layouts.pop(at, None)
+    with _lock:
+        layout = _layouts.get(at)
     if layout is None:
         try:
             layout = RowLayout.of_seats(_described(parts, read, united))
@@ -87,9 +91,13 @@ def unite(name: str, control: Control, own: Described | None) -> Side | None:
             findings += refused.findings
     if layout is None or findings:
         raise Refused(findings)
-    _layouts[at] = layout  # the last asked for is the last to go
-    while sum(len(each.endpoint) for each in _layouts.values()) > REMEMBERED and len(_layouts) > 1:
-        _layouts.popitem(last=False)
+    with _lock:
+        _layouts[at] = layout  # the last asked for is the last to go
+        _layouts.move_to_end(at)
+        while (
+            sum(len(each.endpoint) for each in _layouts.values()) > REMEMBERED and len(_layouts) > 1
+        ):
+            _layouts.popitem(last=False)
     return Side(
         layout,
         scalars,

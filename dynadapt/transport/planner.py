@@ -12,6 +12,7 @@ from __future__ import annotations
 import zlib
 from collections import OrderedDict
 from functools import cached_property
+from threading import Lock
 from typing import TYPE_CHECKING
 
 from dynadapt.errors import Finding
@@ -77,6 +78,8 @@ def plan_for(
 
 
 _plans: OrderedDict[tuple[int, str, str, str], SeatPlan] = OrderedDict()
+_lock = Lock()
+"""Seats may be threads."""
 
 
 def remembered_plan(
@@ -89,10 +92,12 @@ def remembered_plan(
     at = (seat, source.digest(), target.digest(), options.digest())
     found = _plans.get(at)
     if found is None:
-        found = _plans[at] = plan_for(seat, source, target, matched, options)
+        found = plan_for(seat, source, target, matched, options)
+    with _lock:
+        _plans[at] = found
+        _plans.move_to_end(at)
         while len(_plans) > REMEMBERED:
             _plans.popitem(last=False)
-    _plans.move_to_end(at)
     return found
 
 
