@@ -52,8 +52,8 @@ def convert(
     hidden = bool(rank) or not console.is_terminal
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with (
+        interruptible(target),  # says so when the bar is gone
         Progress(*columns, console=console, transient=True, disable=hidden) as bar,
-        interruptible(target),
     ):
         task = bar.add_task("converting", total=None)
         report = offline.convert(
