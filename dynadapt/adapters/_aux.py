@@ -54,8 +54,8 @@ def groups_item(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[st
             "names": list(members),
             "hyper": {
                 key: entry
-                for key, entry in hyper_in_files({k: plain(v) for k, v in group.items()}).items()
-                if encodable(entry)
+                for key, value in hyper_in_files(group).items()  # not of `params`, which are read
+                if encodable(entry := plain(value))
             },
         }
         for group, members in zip(groups, names, strict=True)
