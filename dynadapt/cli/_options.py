@@ -14,7 +14,9 @@ __all__ = ["Globs", "JsonOption", "WeightsOption", "WorkersOption", "size_of"]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Globs = Annotated[list[str] | None, typer.Option(help="Glob over tensor names; may be repeated.")]
 WeightsOption = Annotated[bool, typer.Option("--weights-only", help="No optimizer.")]
-WorkersOption = Annotated[int, typer.Option(help="Threads that read and write.", min=1, max=64)]
+WorkersOption = Annotated[
+    int, typer.Option(help="Threads or processes that read and write.", min=1, max=64)
+]
 
 UNITS = {"": 1, "b": 1, "kb": 1000, "mb": 1000**2, "gb": 1000**3}
 UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}

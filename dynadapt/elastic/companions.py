@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from contextlib import suppress
 from fnmatch import fnmatchcase
@@ -36,17 +37,21 @@ def bring_along(source: Path, target: Path, *, dtype: str | None, whole: bool) -
     """
     if not (source / "config.json").is_file():
         return []
+    told = []
     for path in _small(source):
         if not (there := target / path.relative_to(source)).exists():
             there.parent.mkdir(exist_ok=True)
-            shutil.copy2(path, there)
+            if os.access(path, os.R_OK):
+                shutil.copy2(path, there)
+            else:
+                told.append(Outcome(path.name, "dropped", "cannot be read"))
     if dtype is not None:
         _say_dtype(target / "config.json", dtype)
     if whole:
-        return []
+        return told
     left = [p.name for p in sorted(source.iterdir()) if any(fnmatchcase(p.name, g) for g in _STATE)]
     note = "lies beside the weights, and is not read: this format is weights alone"
-    return [Outcome(name, "dropped", note) for name in left]
+    return [*told, *(Outcome(name, "dropped", note) for name in left)]
 
 
 def _small(source: Path) -> Iterator[Path]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from dynadapt.elastic.journal import Journal, identity, stamp_of
 from dynadapt.elastic.place import Place, write_manifest
 from dynadapt.elastic.ranks import Ranks, shares
 from dynadapt.errors import Finding, Refused
-from dynadapt.files import unwritable
+from dynadapt.files import to_disk, unwritable
 from dynadapt.protocols import FileTarget, Outcome
 from dynadapt.registry import adapter_for
 from dynadapt.transport.certificate import fingerprint
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from dynadapt.elastic.selection import Selection
     from dynadapt.protocols import Adapter, Described
     from dynadapt.transport.plan import Match, Narrow
+    from dynadapt.vps.keys import KeySpec
     from dynadapt.vps.layout import RowLayout
 
 FORK = 128 << 20
@@ -122,7 +122,8 @@ def convert(
     `resume` continues; raises `resume-differs` if that was of something else.
     """
     clock = _Clock()
-    place = Place(Path(target.path), force)
+    there = Path(target.path)
+    place = Place(there if there.name not in {"", ".."} else there.resolve(), force)
     ours, theirs = place.path.resolve(), Path(source.path).resolve()
     if ours == theirs or ours in theirs.parents or theirs in ours.parents:
         cause = "is the source itself, or one lies inside the other"
@@ -142,7 +143,7 @@ def convert(
         raise
     try:
         report = job.write(clock, marks, verify, on_bytes)
-        os.sync()  # one for all files: much faster than an fsync each
+        to_disk(place.data)
         place.settle()
         job.tell(replace(report, target=str(place.path)))
     except Exception as error:
@@ -254,7 +255,7 @@ class _Job:
             _verify(
                 str(work.path),
                 streamed,
-                kept,
+                [there.by_name[key] for key in kept],
                 effort,
                 fork=forked(streamed.written, self.budget, ranks),
             )
@@ -428,9 +429,9 @@ def copies(source: RowLayout, target: RowLayout) -> list[Pair]:
 
 
 def _verify(
-    path: str, streamed: Streamed, kept: Collection[Key], effort: Effort, *, fork: bool
+    path: str, streamed: Streamed, kept: Collection[KeySpec], effort: Effort, *, fork: bool
 ) -> None:
-    """Read the target as anybody would, and compare every sum with the source's.
+    """Read the target as anybody would, and compare every dtype, shape and sum with what was meant.
 
     Where the reader finds a row in just the bytes that were written for it, and these are as they were, its
     sum is known.
@@ -441,10 +442,16 @@ def _verify(
         known = known_rows()
     have, drifted = back.sums(threads=effort.threads, known=known)
     findings = [*back.problems(), *drifted]
-    for key in sorted(kept):
+    fix = "the disk or this program is at fault; the source is intact"
+    for spec in sorted(kept, key=lambda s: s.key):
+        key, found = spec.key, back.layout.by_name.get(spec.key)
         if sums.get(key, 0) != have.get(key, 0):
             cause = f"read back as {have.get(key, 0):016x}, written as {sums.get(key, 0):016x}"
-            fix = "the disk or this program is at fault; the source is intact"
+            findings.append(Finding("certificate", str(key), cause, fix))
+        elif found is not None and (found.dtype, found.shape) != (spec.dtype, spec.shape):
+            cause = (
+                f"read back as {found.dtype} {found.shape}, written as {spec.dtype} {spec.shape}"
+            )
             findings.append(Finding("certificate", str(key), cause, fix))
     if findings:
         raise Refused(findings)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -84,10 +85,17 @@ class Journal:
         lines = path.read_bytes().split(b"\n")
         if len(lines) < 2:
             return None
-        _compare(path, json.loads(lines[0]), json.loads(json.dumps(what)))
+        try:
+            begun = json.loads(lines[0])
+        except ValueError:
+            return None
+        _compare(path, begun if isinstance(begun, dict) else {}, json.loads(json.dumps(what)))
         found = cls(path)
         for line in lines[1:-1]:
-            found._read(json.loads(line))
+            with suppress(
+                ValueError, TypeError
+            ):  # garbled, as by a loss of power: nothing is known of it
+                found._read(json.loads(line))
         return found
 
     @classmethod

@@ -12,7 +12,7 @@ import os
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dynadapt.errors import DynadaptError, Finding, Refused
 from dynadapt.files import forget, unwritable
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dynadapt.protocols import FileTarget
     from dynadapt.vps.keys import Key
 
-__all__ = ["MANIFEST", "Place", "read_manifest", "write_manifest"]
+__all__ = ["MANIFEST", "Place", "Recorded", "read_manifest", "write_manifest"]
 
 MANIFEST = "dynadapt.json"
 """Beside the data of every checkpoint that was written: what it is, and the sum of every tensor."""
@@ -108,9 +108,13 @@ class Place:
                     _remove(each)
             self.data.mkdir(exist_ok=True)
         except OSError as error:
+            self.leave()
             raise Refused([unwritable(self.aside, error)]) from error
         except Refused:
             self.undo()
+            raise
+        except BaseException:
+            self.leave()
             raise
         return self.data
 
@@ -149,6 +153,7 @@ class Place:
                 raise Refused([Finding("target-busy", str(self.path), cause, fix)]) from None
             except OSError as error:
                 if error.errno not in {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}:
+                    os.close(lock)
                     raise  # some file systems have no locks
             self._lock = lock
             _locks.add(lock)
@@ -287,15 +292,23 @@ def write_manifest(folder: Path, x: FileTarget, prints: str, sums: Mapping[Key, 
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
 
 
-def read_manifest(path: Path) -> dict[str, str] | None:
-    """The sums by key of when a checkpoint was written; None if it was not written by dynadapt.
+class Recorded(NamedTuple):
+    """What a manifest says: the fingerprint, and the sum of each key."""
+
+    fingerprint: str
+    sums: dict[str, str]
+
+
+def read_manifest(path: Path) -> Recorded | None:
+    """What a checkpoint was when it was written; None if it was not written by dynadapt.
 
     Raises `Refused` (`bad-file`).
     """
     folder = path if path.is_dir() else path.parent
     try:
         told: Any = json.loads((folder / MANIFEST).read_bytes())
-        return {str(key): str(value) for key, value in told["sums"].items()}
+        sums = {str(key): str(value) for key, value in told["sums"].items()}
+        return Recorded(str(told["fingerprint"]), sums)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:

@@ -71,7 +71,8 @@ def changed_since(path: str, sums: Iterable[tuple[Pair, int]]) -> list[Finding]:
 
     Sums are of the target's dtype, so where that is another one there is nothing to compare.
     """
-    recorded = read_manifest(Path(path)) or {}
+    manifest = read_manifest(Path(path))
+    recorded = {} if manifest is None else manifest.sums
     findings = []
     for pair, value in sums:
         known = recorded.get(str(pair.source.key))

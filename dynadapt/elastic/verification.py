@@ -24,11 +24,12 @@ from dynadapt.vps.box import Box
 from dynadapt.zips import BROKEN, place_of, records_of, zips_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from dynadapt.elastic.checkpoint import Checkpoint
+    from dynadapt.elastic.place import Recorded
     from dynadapt.files import FileBuffer
-    from dynadapt.vps.keys import KeySpec
+    from dynadapt.vps.keys import Key, KeySpec
 
 __all__ = ["Verified", "verified"]
 
@@ -59,13 +60,32 @@ def verified(checkpoint: Checkpoint, *, threads: int = 2) -> Verified:
     told["fingerprint"] = fingerprint(checkpoint.layout.keys, sums)
     recorded = read_manifest(Path(checkpoint.path))
     told["manifest"] = "compared" if recorded is not None else "none"
-    for key, value in sorted((recorded or {}).items()):
-        have = next((f"{v:016x}" for k, v in sums.items() if str(k) == key), None)
-        if have != value:
-            cause = f"its sum is {have or 'missing'}, and was {value} when it was written"
-            findings.append(Finding("certificate", key, cause, _COPY))
+    if recorded is not None:
+        findings += _changed(checkpoint, sums, told["fingerprint"], recorded)
     warnings = () if recorded is not None else (*_unsummed(checkpoint), *_alike(checkpoint))
     return Verified(tuple(findings), tuple(warnings), told)
+
+
+def _changed(
+    checkpoint: Checkpoint, sums: Mapping[Key, int], prints: str, recorded: Recorded
+) -> list[Finding]:
+    """What is not as the manifest has it. A file alone has a part of what its folder's says."""
+    have, alone = {str(k): f"{v:016x}" for k, v in sums.items()}, Path(checkpoint.path).is_file()
+    findings = [
+        Finding(
+            "certificate",
+            key,
+            f"its sum is {have.get(key, 'missing')}, and was {value} when it was written",
+            _COPY,
+        )
+        for key, value in sorted(recorded.sums.items())
+        if have.get(key) != value and not (alone and key not in have)
+    ]
+    if not findings and not alone and prints != recorded.fingerprint:
+        cause = f"its fingerprint is {prints}, and was {recorded.fingerprint} when it was written"
+        fix = "all sums are equal: tensors were added, or one has another dtype, shape or name now"
+        findings.append(Finding("certificate", checkpoint.path, cause, fix))
+    return findings
 
 
 def _damaged(checkpoint: Checkpoint, threads: int) -> list[Finding]:
@@ -74,7 +94,7 @@ def _damaged(checkpoint: Checkpoint, threads: int) -> list[Finding]:
     for buffer in checkpoint.buffers.values():
         by_path.setdefault(buffer.path, set()).add(buffer)
     root = Path(checkpoint.path)
-    folders = {Path(path).parent for path in by_path}
+    folders = {Path(path).parent for path in by_path} if root.is_dir() else set()
     folders |= {up for each in folders for up in each.parents if root in (up, *up.parents)}
     every = (p for each in folders for p in each.iterdir() if p.suffix in _TORCH)
     beside = {str(path) for path in every if path.is_file()}

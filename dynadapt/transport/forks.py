@@ -56,9 +56,9 @@ def may_fork() -> bool:
             pid = os.fork()
             if not pid:
                 os._exit(0)
-    except OSError:
+        os.waitpid(pid, 0)
+    except OSError:  # or who waits for all children has waited for this one
         return False
-    os.waitpid(pid, 0)
     return True
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Event
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +18,7 @@ from isal.isal_zlib import crc32
 from dynadapt.errors import Refused
 from dynadapt.files import map_pages
 from dynadapt.transport.forks import Forks
+from dynadapt.transport.progress import Stopped
 from dynadapt.vps.box import row_major_strides
 from dynadapt.vps.keys import itemsize
 
@@ -63,10 +65,15 @@ def place_of(row: Row, buffer: FileBuffer) -> Place | None:
     return Place(row.key, row.box, buffer.dtype, buffer.path, start)
 
 
-def crc_of(buffer: FileBuffer) -> int:
-    """The check sum of the bytes a buffer has now; raises `Refused` (`unreadable-file`, `truncated-file`)."""
+def crc_of(buffer: FileBuffer, stop: Callable[[], bool] = lambda: False) -> int:
+    """The check sum of the bytes a buffer has now; raises `Refused` (`unreadable-file`, `truncated-file`).
+
+    Raises `Stopped` where `stop` says so.
+    """
     data, crc = np.frombuffer(buffer.bytes(), np.uint8), 0
     for at in range(0, data.size, _PIECE):
+        if stop():
+            raise Stopped(buffer.path)
         part = data[at : at + _PIECE]
         map_pages(part, 0, part.size)
         crc = crc32(part, crc)
@@ -82,32 +89,40 @@ def found_again(
     Threads, or with `fork` processes, are at work until the answer is asked for.
     """
 
+    forks, stop = Forks() if fork and threads > 1 else None, Event()
+    ends = stop.is_set if forks is None else forks.is_set
+
     def whole(numbers: range) -> list[bool]:
-        return [_whole(written[i]) for i in numbers]
+        return [_whole(written[i], ends) for i in numbers]
 
     step = max(len(written) // (threads * 8), 1)
     lots = [range(i, min(i + step, len(written))) for i in range(0, len(written), step)]
-    begun = Forks().begun if fork and threads > 1 else _begun
-    with begun(whole, lots, threads) as tasks:
+    at_work = (
+        _begun(whole, lots, threads, stop) if forks is None else forks.begun(whole, lots, threads)
+    )
+    with at_work as tasks:
         yield lambda: _places(written, [same for task in tasks for same in task.result()])
 
 
-def _whole(stretch: Stretch) -> bool:
+def _whole(stretch: Stretch, stop: Callable[[], bool]) -> bool:
     try:
-        return crc_of(stretch.buffer) == stretch.crc
+        return crc_of(stretch.buffer, stop) == stretch.crc
     except Refused:
         return False  # whoever reads the rows says what is wrong
 
 
 @contextmanager
 def _begun(
-    task: Callable[[range], list[bool]], lots: Sequence[range], threads: int
+    task: Callable[[range], list[bool]], lots: Sequence[range], threads: int, stop: Event
 ) -> Iterator[list[Future[list[bool]]]]:
     with ThreadPoolExecutor(threads) as pool:
         try:
             yield [pool.submit(task, lot) for lot in lots]
+        except BaseException:
+            stop.set()
+            raise
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
 
 
 def _places(written: Sequence[Stretch], same: Sequence[bool]) -> Mapping[Place, int]:

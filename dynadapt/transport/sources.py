@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from itertools import product
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dynadapt.files import map_pages
+from dynadapt.files import MAPS, map_pages
 from dynadapt.vps.box import Box, linear_index
 
 if TYPE_CHECKING:
@@ -96,14 +97,24 @@ class Sources:
     def __init__(self, layout: RowLayout, buffers: Mapping[str, Any]) -> None:
         self._layout, self._buffers = layout, buffers
         self._rows: dict[Key, tuple[Row, ...]] = {}
-        self._arrays: dict[str, NDArray[Any]] = {}
+        self._arrays: OrderedDict[str, NDArray[Any]] = OrderedDict()
         self._lock = Lock()
 
     def array(self, row: Row) -> NDArray[Any]:
-        """The buffer under a row; a file is opened once, not for every piece of it."""
-        found = self._arrays.get(row.buffer)
-        if found is None:
-            found = self._arrays[row.buffer] = self._buffers[row.buffer].array()
+        """The buffer under a row; a file is opened once, not for every piece of it.
+
+        Of many the last ones are kept: each holds its file's map, and that a descriptor.
+        """
+        with self._lock:
+            known = self._arrays.get(row.buffer)
+            if known is not None:
+                self._arrays.move_to_end(row.buffer)
+                return known
+        found: NDArray[Any] = self._buffers[row.buffer].array()
+        with self._lock:
+            self._arrays[row.buffer] = found
+            while len(self._arrays) > MAPS:
+                self._arrays.popitem(last=False)
         return found
 
     def rows(self, key: Key, box: Box) -> list[Row]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,12 +21,10 @@ from dynadapt.elastic.checkpoint import open_checkpoint
 from dynadapt.elastic.conversion import convert
 from dynadapt.elastic.place import MANIFEST, Place
 from dynadapt.elastic.selection import Selection
+from dynadapt.elastic.verification import verified
 from dynadapt.errors import DynadaptError, Refused
 from dynadapt.protocols import FileTarget
 from dynadapt.transport import filling
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def _source(folder: Path, rows: int = 6) -> dict[str, torch.Tensor]:
@@ -131,6 +131,53 @@ def test_a_flipped_bit_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         convert(open_checkpoint(tmp_path / "a"), _target(tmp_path / "b"))
     assert caught.value.reason == "certificate"
     assert not (tmp_path / "b").exists()
+
+
+def test_another_dtype_of_the_same_bits_is_seen(tmp_path: Path) -> None:
+    """By `verify`, and as it is written: sums are of bits alone."""
+    save_file({"w": torch.ones(4, 4).half()}, str(tmp_path / "a.safetensors"))
+    convert(open_checkpoint(tmp_path / "a.safetensors"), _target(tmp_path / "b"))
+    path = tmp_path / "b" / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"F16"', b'"I16"'))
+    (found,) = verified(open_checkpoint(tmp_path / "b")).problems
+    assert found.reason == "certificate"
+    assert "fingerprint" in found.cause
+
+
+def test_a_file_that_came_later_is_no_part_of_the_folder(tmp_path: Path) -> None:
+    _source(tmp_path / "a")
+    convert(open_checkpoint(tmp_path / "a"), _target(tmp_path / "b"))
+    save_file({"other": torch.ones(3)}, str(tmp_path / "b" / "lora.safetensors"))
+    (tmp_path / "b" / "broken.pt").write_bytes(b"PK\x03\x04")
+    assert verified(open_checkpoint(tmp_path / "b" / "lora.safetensors")).problems == ()
+
+
+def test_what_the_disk_does_not_take_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written and read back it may be, and still not be on the disk."""
+    _source(tmp_path / "a")
+
+    def fails(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(Refused) as caught:
+        convert(open_checkpoint(tmp_path / "a"), _target(tmp_path / "b"))
+    assert caught.value.reason == "unwritable-file"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
+
+
+def test_companions_that_cannot_be_read_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _source(tmp_path / "a")
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / "a" / name).write_text("{}")
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path).name != "tokenizer.json")
+    report = convert(open_checkpoint(tmp_path / "a"), _target(tmp_path / "b"))
+    assert [(o.path, o.kind) for o in report.outcomes] == [("tokenizer.json", "dropped")]
+    assert (tmp_path / "b" / "config.json").exists()
 
 
 def test_a_full_disk_is_told_before_the_first_byte(tmp_path: Path) -> None:

@@ -253,7 +253,7 @@ def test_what_has_changed_is_not_continued(tmp_path: Path) -> None:
 
 
 def test_what_is_damaged_is_written_anew(tmp_path: Path) -> None:
-    """A finished buffer whose bytes have changed, a file that is shorter, a journal cut off in a line."""
+    """A finished buffer whose bytes have changed, a file that is shorter, a journal garbled and cut off."""
     source, target = _left(tmp_path, 60)
     aside = Place(target).aside
     masters = sorted((aside / "data").rglob("fp32.pt"))
@@ -262,7 +262,7 @@ def test_what_is_damaged_is_written_anew(tmp_path: Path) -> None:
         file.write(b"\xff" * 8)
     os.truncate(masters[1], 100)
     with (aside / "journal-0").open("a") as journal:
-        journal.write('["dynadapt/zero/lay')
+        journal.write("\0\0\0\n[1]\n" + '["dynadapt/zero/lay')
     report = offline.convert(source, target, "universal", resume=True)
     assert 0 < report.bytes_kept < report.bytes_written
     offline.convert(source, tmp_path / "c", "universal")

@@ -21,7 +21,8 @@ from dynadapt.transport.casts import cast
 from dynadapt.transport.forks import may_fork
 from dynadapt.transport.match import match
 from dynadapt.transport.plan import Options
-from dynadapt.transport.read_back import found_again, place_of
+from dynadapt.transport.progress import Stopped
+from dynadapt.transport.read_back import crc_of, found_again, place_of
 from dynadapt.transport.sources import boxes_of
 from dynadapt.transport.stream import key_sums, stream
 from dynadapt.vps.box import Box, Span, row_major_strides
@@ -156,6 +157,42 @@ def test_casts_are_torchs(source: str, target: str) -> None:
     assert np.array_equal(found.view(f"u{size}")[~odd], whole.view(f"u{size}")[~odd])
     back = torch.from_numpy(np.ascontiguousarray(found).view(whole.dtype)).view(want.dtype)
     assert bool(back[want.isnan()].isnan().all())
+
+
+def test_more_files_than_descriptors(tmp_path: Path) -> None:
+    """Each file that is mapped holds one."""
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))\n"
+        "from pathlib import Path\n"
+        "from dynadapt.files import FileBuffer\n"
+        "from dynadapt.transport.stream import key_sums\n"
+        "from dynadapt.vps.box import Box\n"
+        "from dynadapt.vps.keys import Key, KeySpec\n"
+        "from dynadapt.vps.layout import Row, RowLayout\n"
+        "specs, rows, buffers = [], {}, {}\n"
+        "for i in range(400):\n"
+        "    path = Path(f'{i:03}'); path.write_bytes(bytes(32))\n"
+        "    specs.append(KeySpec(Key(f'w{i:03}', 'param'), (8,), 'float32'))\n"
+        "    rows[-1 - i] = [Row(specs[-1].key, Box((0,), (8,)), f'{i}#0', 0, (1,))]\n"
+        "    buffers[f'{i}#0'] = FileBuffer(str(path), 'float32', 0, 8)\n"
+        "print(len(key_sums(RowLayout(specs, rows), buffers)[0]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "400\n", done.stderr[-500:]
+
+
+def test_an_interrupt_ends_what_reads_back(tmp_path: Path) -> None:
+    values = _values()
+    source, buffers = _files(tmp_path, "s", 2, True, "float32", values)
+    target, targets = _files(tmp_path, "t", 2, False, "float32", None)
+    done = stream(match(source.keys, target.keys, Options()), source, buffers, target, targets)
+    for fork in (False, True):
+        with pytest.raises(KeyboardInterrupt), found_again(done.stretches, fork=fork):
+            raise KeyboardInterrupt
+    with pytest.raises(Stopped):
+        crc_of(targets["t0#a"], lambda: True)
 
 
 def test_bytes_that_changed_are_summed_again(tmp_path: Path) -> None:
