@@ -88,7 +88,7 @@ def mapped(path: str) -> memoryview:
         raise Refused([Finding("unreadable-file", path, cause)]) from error
 
 
-_libc = ctypes.CDLL(None)
+_libc = ctypes.CDLL(None, use_errno=True)
 _madvise = _libc.madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _POPULATE_READ = 22
@@ -108,7 +108,7 @@ def map_pages(array: NDArray[Any], start: int, nbytes: int) -> None:
 _sync_file_range = getattr(_libc, "sync_file_range", None)  # Linux has it
 if _sync_file_range is not None:
     _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-_START_WRITING = 2
+_START_WRITING, _WAIT_FOR_ALL = 2, 7
 
 
 def start_writing(path: str, start: int, nbytes: int) -> None:
@@ -128,17 +128,29 @@ def to_disk(folder: str | os.PathLike[str]) -> None:
     One `sync` for all files is much faster than one for each, and tells no errors: those are asked for then.
     """
     os.sync()
-    for root, folders, names in os.walk(folder):
-        for name in (*names, *folders):
+    for root, _, names in os.walk(folder):
+        for name in names:
             path = os.path.join(root, name)
             fd = os.open(path, os.O_RDONLY)
             try:
-                os.fsync(fd)
-            except OSError as error:
-                if error.errno not in {errno.EINVAL, errno.ENOTSUP, errno.EROFS}:
-                    raise OSError(error.errno, error.strerror, path) from error
+                failed = _failed(fd)
             finally:
                 os.close(fd)
+            if failed:
+                raise OSError(failed, os.strerror(failed), path)
+
+
+def _failed(fd: int) -> int:
+    """The number of an error that came up as the disk wrote a file, or 0.
+
+    An `fsync` would tell it too, and empty the disk's own cache for each file once more.
+    """
+    if _sync_file_range is None:
+        os.fsync(fd)
+        return 0
+    done = _sync_file_range(fd, 0, 0, _WAIT_FOR_ALL)
+    error = ctypes.get_errno() if done else 0
+    return 0 if error in {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.ESPIPE} else error
 
 
 def forget(folder: str | os.PathLike[str]) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dynadapt import files
 from dynadapt.elastic import conversion
 from dynadapt.elastic.checkpoint import open_checkpoint
 from dynadapt.elastic.conversion import convert
@@ -158,10 +159,7 @@ def test_what_the_disk_does_not_take_is_told(
     """Written and read back it may be, and still not be on the disk."""
     _source(tmp_path / "a")
 
-    def fails(_: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "fsync", fails)
+    monkeypatch.setattr(files, "_failed", lambda _: errno.EIO)
     with pytest.raises(Refused) as caught:
         convert(open_checkpoint(tmp_path / "a"), _target(tmp_path / "b"))
     assert caught.value.reason == "unwritable-file"
