@@ -49,6 +49,8 @@ class Entry:
 
     @property
     def _hint(self) -> str:
+        if not self.requires:
+            return "repair the installation of dynadapt"
         if self.accepts is None:
             return f"repair the installation of {self.requires[-1]}"
         return f"install it with pip install 'dynadapt[{self.requires[-1]}]'"
@@ -172,8 +174,9 @@ def adapter_for(x: Any) -> Adapter:
     for entry in entries()[len(_BUILT_IN) + len(_FORMATS) :]:
         try:
             adapter = entry.load()
-        except DynadaptError as error:  # it must not keep the built-ins from their own objects
-            broken.append(str(error))
+        except Exception as error:  # it must not keep the built-ins from their own objects
+            known = isinstance(error, DynadaptError)
+            broken.append(str(error) if known else f"adapter {entry.name!r}: {error!r}")
             continue
         accepts = getattr(adapter, "accepts", None)
         if accepts is not None and accepts(x):
