@@ -13,16 +13,20 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from isal.isal_zlib import crc32
 
 from dynadapt.errors import Finding, Refused
 from dynadapt.vps.keys import itemsize
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from numpy.typing import NDArray
 
 __all__ = [
     "FileBuffer",
+    "check_sum",
     "forget",
     "map_pages",
     "mapped",
@@ -30,7 +34,10 @@ __all__ = [
     "start_writing",
     "to_disk",
     "unwritable",
+    "write_at",
 ]
+
+_PIECE = 1 << 20
 
 MAPS = 128
 """Files kept mapped: each costs a descriptor, of which a process often has 1,024, and no memory."""
@@ -120,6 +127,26 @@ def start_writing(path: str, start: int, nbytes: int) -> None:
         return
     with suppress(OSError), open(path, "rb+", buffering=0) as file:  # it may be gone by now
         _sync_file_range(file.fileno(), start, nbytes, _START_WRITING)
+
+
+def write_at(fd: int, data: bytes | memoryview, at: int) -> None:
+    """Write all of some bytes at a place of a file; raises `OSError`."""
+    data = memoryview(data)
+    while data:
+        done = os.pwrite(fd, data, at)
+        data, at = data[done:], at + done
+
+
+def check_sum(data: memoryview, look: Callable[[], None] | None = None) -> int:
+    """The CRC-32 of bytes of a map, read piece by piece; `look` is called before each, and may raise."""
+    array, crc = np.frombuffer(data, np.uint8), 0
+    for at in range(0, array.size, _PIECE):
+        if look is not None:
+            look()
+        part = array[at : at + _PIECE]
+        map_pages(part, 0, part.size)
+        crc = crc32(part, crc)
+    return crc
 
 
 def to_disk(folder: str | os.PathLike[str]) -> None:

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from isal.isal_zlib import crc32
 
 from dynadapt.elastic.outcome import human
 from dynadapt.elastic.place import read_manifest
 from dynadapt.errors import Finding, Refused
-from dynadapt.files import mapped
+from dynadapt.files import check_sum, mapped
 from dynadapt.transport.casts import CASTABLE, cast
 from dynadapt.transport.certificate import fingerprint
 from dynadapt.transport.sources import Sources, boxes_of
@@ -121,9 +120,7 @@ def _damaged_parts(path: str, buffers: Iterable[FileBuffer]) -> list[Finding]:
     for (start, nbytes), (name, written) in sorted(places.items()):
         if not written:
             continue  # torch may be told to take none
-        crc = 0
-        for begin in range(start, start + nbytes, PIECE):
-            crc = crc32(data[begin : min(begin + PIECE, start + nbytes)], crc)
+        crc = check_sum(data[start : start + nbytes])
         if crc != written:
             cause = f"its check sum is {crc:08x}, and {written:08x} is written beside it"
             findings.append(Finding("certificate", f"{path}: {name}", cause, _COPY))

@@ -15,6 +15,7 @@ from isal.isal_zlib import crc32
 
 from dynadapt.errors import Finding, Refused
 from dynadapt.files import FileBuffer, raw_dtype, unwritable
+from dynadapt.files import write_at as _write
 from dynadapt.transport.casts import cast, same_values
 from dynadapt.transport.certificate import MASK, weighted_sum
 from dynadapt.transport.progress import TELL, Progress, Stopped
@@ -221,12 +222,6 @@ def _exact(array: NDArray[Any], found: NDArray[Any], kind: str, dtype: str) -> b
     if kind == "bfloat16":
         array, back = cast(array, kind, "float32"), cast(back, kind, "float32")
     return same_values(array, back)
-
-
-def _write(fd: int, data: memoryview, at: int) -> None:
-    while data:
-        done = os.pwrite(fd, data, at)
-        data, at = data[done:], at + done
 
 
 _ZEROS = bytes(1 << 16)

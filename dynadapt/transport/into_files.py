@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from dynadapt.errors import Refused
-from dynadapt.files import FileBuffer, unwritable
+from dynadapt.files import FileBuffer, unwritable, write_at
 from dynadapt.transport._torch import as_words, dtype_name, torch_dtype
 from dynadapt.transport.executor import Moved, copy_checked
 from dynadapt.transport.filling import WRITE
@@ -97,9 +97,8 @@ def _put(fd: int, array: NDArray[Any], box: Box, row: Row, buffer: FileBuffer) -
         low = tuple(a + b for a, b in zip(box.lo, (*at, *(0,) * (box.ndim - dim)), strict=True))
         place = buffer.offset + row.offset_of(low) * size
         own = data[number * run * size : (number + 1) * run * size]
-        while own:
-            done = os.pwrite(fd, own[:WRITE], place)
-            own, place = own[done:], place + done
+        for begin in range(0, len(own), WRITE):
+            write_at(fd, own[begin : begin + WRITE], place + begin)
 
 
 def crcs_of(buffers: Mapping[str, FileBuffer], seat: int, workers: Sequence[int]) -> dict[str, int]:

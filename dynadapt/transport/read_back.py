@@ -12,11 +12,8 @@ from dataclasses import dataclass
 from threading import Event
 from typing import TYPE_CHECKING
 
-import numpy as np
-from isal.isal_zlib import crc32
-
 from dynadapt.errors import Refused
-from dynadapt.files import map_pages
+from dynadapt.files import check_sum
 from dynadapt.transport.forks import Forks
 from dynadapt.transport.progress import Stopped
 from dynadapt.vps.box import row_major_strides
@@ -32,8 +29,6 @@ if TYPE_CHECKING:
     from dynadapt.vps.layout import Row
 
 __all__ = ["Place", "Stretch", "crc_of", "found_again", "place_of"]
-
-_PIECE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +65,12 @@ def crc_of(buffer: FileBuffer, stop: Callable[[], bool] = lambda: False) -> int:
 
     Raises `Stopped` where `stop` says so.
     """
-    data, crc = np.frombuffer(buffer.bytes(), np.uint8), 0
-    for at in range(0, data.size, _PIECE):
+
+    def look() -> None:
         if stop():
             raise Stopped(buffer.path)
-        part = data[at : at + _PIECE]
-        map_pages(part, 0, part.size)
-        crc = crc32(part, crc)
-    return crc
+
+    return check_sum(buffer.bytes(), look)
 
 
 @contextmanager

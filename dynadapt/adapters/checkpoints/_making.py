@@ -13,12 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from isal.isal_zlib import crc32
-
 from dynadapt.adapters.checkpoints._names import leaves
 from dynadapt.adapters.checkpoints._torch_write import Frame, lay_out
 from dynadapt.errors import Finding, Refused
-from dynadapt.files import FileBuffer, mapped, unwritable
+from dynadapt.files import FileBuffer, check_sum, unwritable, write_at
 from dynadapt.vps.keys import itemsize
 
 if TYPE_CHECKING:
@@ -78,7 +76,7 @@ class Making:
         if buffer in known:
             return known[buffer]
         place = self.buffers[buffer]
-        return crc32(mapped(place.path)[place.offset : place.offset + place.nbytes])
+        return check_sum(place.bytes())
 
     def seal_torch(
         self,
@@ -123,9 +121,7 @@ class Making:
         fd = _opened(self.root / path)
         try:
             for at, data in parts:
-                done = 0
-                while done < len(data):
-                    done += os.pwrite(fd, data[done:], at + done)
+                write_at(fd, data, at)
         finally:
             os.close(fd)
 
