@@ -246,7 +246,6 @@ class _Job:
         work.crcs.update(streamed.crcs)
         outcomes = writer.finish(work, layout.keys, own.scalars, aux)
         clock.lap("finish")
-        kept = {pair.target.key for pair in matched.pairs}
         outcomes += tuple(
             Outcome(key, "dropped", "the target has no place for it")
             for key in left_out(layout, matched)
@@ -255,7 +254,7 @@ class _Job:
             _verify(
                 str(work.path),
                 streamed,
-                [there.by_name[key] for key in kept],
+                {pair.target for pair in matched.pairs},
                 effort,
                 fork=forked(streamed.written, self.budget, ranks),
             )
