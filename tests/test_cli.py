@@ -7,8 +7,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+import pytest
 import typer.main
 
 import dynadapt
@@ -17,11 +18,17 @@ from dynadapt import cli
 TOOLS = Path(sys.executable).parent
 
 
-def _run(*words: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+def _run(
+    *words: str,
+    timeout: float = 60,
+    stdout: int | TextIO = subprocess.PIPE,
+    stderr: int | TextIO = subprocess.PIPE,
+) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "COLUMNS": "120", "NO_COLOR": "1"}
     return subprocess.run(
         [str(TOOLS / "dynadapt"), *words],
-        capture_output=True,
+        stdout=stdout,
+        stderr=stderr,
         text=True,
         timeout=timeout,
         check=False,
@@ -163,16 +170,43 @@ def test_a_bad_path_is_one_message(tmp_path: Path) -> None:
 
 
 def test_who_reads_no_more_is_no_error_to_show() -> None:
-    """The script ends its process itself: with what was printed, and the code that it had."""
-    words = [sys.executable, "-m", "dynadapt", "--help"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as done:
-        assert done.stdout is not None
-        assert done.stderr is not None
-        done.stdout.close()
-        assert done.stderr.read() == b""
-        assert done.wait(60) in {0, 1}
+    """It ends as what a broken pipe's signal ends, and with no code that means something else."""
+    for words in (["--help"], ["env", "--json"]):
+        command = [sys.executable, "-m", "dynadapt", *words]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as done:
+            assert done.stdout is not None
+            assert done.stderr is not None
+            done.stdout.close()
+            assert done.stderr.read() == b""
+            assert done.wait(60) == 141, words
     assert "convert" in _run("--help").stdout
     assert _run("no-such-command").returncode == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_where_no_more_can_be_printed() -> None:
+    """One message and 2; where errors cannot be printed, the code that they have."""
+    with Path("/dev/full").open("w") as full:
+        for words in (["--help"], ["env", "--json"]):
+            ran = _run(*words, stdout=full)
+            assert ran.returncode == 2
+            assert ran.stderr.startswith("error [disk-full] standard output: "), ran.stderr
+            assert len(ran.stderr.splitlines()) == 1
+        assert _run("no-such-command", stderr=full).returncode == 2
+        assert _run("inspect", "/no/such", stderr=full).returncode == 2
+        assert _run("env", stdout=full, stderr=full).returncode == 2
+
+
+def test_a_fault_of_the_program_is_no_answer() -> None:
+    """With a traceback, and not with the 1 by which `diff` says that two differ."""
+    code = (
+        "from unittest import mock; from dynadapt import cli, offline\n"
+        "import sys; sys.argv = ['dynadapt', 'diff', 'a', 'b']\n"
+        "with mock.patch.object(offline, 'diff', side_effect=RuntimeError('odd')): cli.run()"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    assert ran.stderr.rstrip().endswith("RuntimeError: odd")
 
 
 def test_plan_of_a_model_that_is_not_loaded(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def order_in_file(path: Path) -> tuple[Order, Groups]:
 
     A name may be followed by its shape, `4096x1024` or `scalar`; then the order is a dict. JSON is a list of
     names, or `{"order": [...], "groups": [[...], ...], "shapes": {name: [...]}}`. Raises `Refused`
-    (`no-file`, `bad-json`, `duplicate-name`).
+    (`no-file`, `bad-json`, `no-order` if it has no name, `duplicate-name`).
 
     >>> import pathlib, tempfile
     >>> at = pathlib.Path(tempfile.mkdtemp()) / "order.txt"
@@ -81,6 +81,9 @@ def order_in_file(path: Path) -> tuple[Order, Groups]:
         groups = tuple(tuple(block) for block in blocks if block)
         order = tuple(name for own in groups for name in own)
         groups = groups if len(groups) > 1 else ()
+    if not order:
+        cause, fix = "has no name in it", "list every parameter, or leave --order out"
+        raise Refused([Finding("no-order", str(path), cause, fix)])
     if not shapes:
         return order, groups
     twice = [name for name, n in Counter(order).items() if n > 1]

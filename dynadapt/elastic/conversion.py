@@ -122,8 +122,7 @@ def convert(
     `resume` continues; raises `resume-differs` if that was of something else.
     """
     clock = _Clock()
-    there = Path(target.path)
-    place = Place(there if there.name not in {"", ".."} else there.resolve(), force)
+    place = Place(Path(target.path), force)
     ours, theirs = place.path.resolve(), Path(source.path).resolve()
     if ours == theirs or ours in theirs.parents or theirs in ours.parents:
         cause = "is the source itself, or one lies inside the other"
@@ -164,7 +163,10 @@ def convert(
     except BaseException:  # an interrupt: what is there can be continued
         if ranks is not None:
             ranks.vanish()
-        place.leave()
+        if place.settled:
+            place.close()
+        else:
+            place.leave()
         raise
     place.close()
     clock.lap("settle")

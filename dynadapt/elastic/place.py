@@ -63,6 +63,10 @@ class Place:
     _lock: int = -1
     _replaced: bool = False
 
+    def __post_init__(self) -> None:
+        if self.path.name in {"", ".."}:  # `.`, too: what lies beside it needs its name
+            self.path = self.path.resolve()
+
     @property
     def aside(self) -> Path:
         """The folder beside it with all that is there before it is done."""

@@ -121,6 +121,10 @@ def test_order_files(tmp_path: Path) -> None:
         at.write_text(bad)
         with pytest.raises(Refused, match="bad-json"):
             order_in_file(at)
+    for nothing in ("", "\n \n", "[]", '{"order": [], "groups": [["a"]]}'):
+        at.write_text(nothing)
+        with pytest.raises(Refused, match="has no name in it"):
+            order_in_file(at)
     with pytest.raises(Refused, match="no-file"):
         order_in_file(tmp_path / "nowhere")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import shutil
@@ -281,6 +280,18 @@ def test_only_one_works_on_a_target(tmp_path: Path) -> None:
     offline.convert(source, tmp_path / "b", "safetensors", resume=True)  # nothing to continue
 
 
+def _interrupted(words: list[str], told: Path, point: int, number: signal.Signals) -> int:
+    """A command that gets a signal at that point: how it ends, and in a file what it says."""
+
+    def command() -> None:
+        os.dup2(os.open(told, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+        sys.stderr, sys.argv = os.fdopen(2, "w", closefd=False), words
+        _at(point, lambda: os.kill(os.getpid(), number))
+        cli.main()
+
+    return _forked(command)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("point", [3, 30])
 def test_interrupted(tmp_path: Path, number: signal.Signals, point: int) -> None:
@@ -288,15 +299,7 @@ def test_interrupted(tmp_path: Path, number: signal.Signals, point: int) -> None
     source, target = _source(tmp_path / "a"), tmp_path / "b"
     words = ["dynadapt", "convert", str(source), str(target), "--to", "universal"]
     told = tmp_path / "told"
-
-    def interrupted() -> None:
-        os.dup2(os.open(told, os.O_WRONLY | os.O_CREAT), 2)
-        sys.stderr, sys.argv = os.fdopen(2, "w", closefd=False), words
-        _at(point, lambda: os.kill(os.getpid(), number))
-        with contextlib.suppress(BrokenPipeError):
-            cli.main()
-
-    assert _forked(interrupted) == 128 + number
+    assert _interrupted(words, told, point, number) == 128 + number
     assert "interrupted" in told.read_text()
     if point > 3:
         assert "--resume" in told.read_text()
@@ -308,6 +311,35 @@ def test_interrupted(tmp_path: Path, number: signal.Signals, point: int) -> None
     sys.argv = before
     assert not ended.value.code
     assert offline.open(target).fingerprint() == offline.open(source).fingerprint()
+
+
+def test_what_an_interrupt_says_is_so(tmp_path: Path) -> None:
+    """At every point, over another checkpoint: which of the two is there now, and what beside."""
+    source, target, told = _source(tmp_path / "a", layers=1), tmp_path / "b", tmp_path / "told"
+    offline.convert(source, tmp_path / "c", "safetensors")
+    whole = _bytes(tmp_path / "c")
+    words = ["dynadapt", "convert", str(source), str(target), "--to", "safetensors", "--force"]
+    place, said = Place(target), set()
+    for point in _points(1):
+        if not target.exists():
+            shutil.copytree(tmp_path / "c", target)
+            (target / "old").write_text("old")
+        code = _interrupted(words, told, point, signal.SIGINT)
+        if code == 0:
+            break
+        assert code == 130
+        text = " ".join(told.read_text().split())
+        new = f"{target} is whole" in text
+        assert new or f"{target} is as it was" in text
+        assert _bytes(target) == (whole if new else {**whole, "old": b"old"})
+        assert ("--resume" in text) == place.data.exists()
+        assert (f"{place.old}, which it replaced" in text) == place.old.exists()
+        said.add((new, "--resume" in text, place.old.exists()))
+        if new:
+            shutil.rmtree(target)
+    untouched, begun, left, done = [(0, 0, 0), (0, 1, 0), (1, 0, 1), (1, 0, 0)]
+    assert said == {untouched, begun, left, done}
+    assert _bytes(target) == whole
 
 
 def test_an_error_leaves_nothing_to_continue(tmp_path: Path) -> None:

@@ -1,0 +1,52 @@
+"""Standard output and error, where what is printed may be lost: the work goes on, its exit code says so."""
+
+from __future__ import annotations
+
+import errno
+import signal
+from typing import Any, TextIO
+
+__all__ = ["NO_READER", "Output"]
+
+NO_READER = 128 + signal.SIGPIPE
+"""The exit code where who read the output has gone: a shell's for what such a signal ends."""
+
+
+class Output:
+    """A text stream in whose place this one is: it never fails, and keeps the first error in `lost`.
+
+    What prints (rich, typer) ends a process with code 1 where a pipe breaks, which means something else here.
+
+    >>> import io
+    >>> Output(io.StringIO()).write("a")
+    1
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.lost: OSError | None = None
+
+    def write(self, text: str) -> int:
+        """Pass it on; once something was lost, nothing more is."""
+        try:
+            if self.lost is None:
+                self._stream.write(text)
+        except OSError as error:
+            self.lost = error
+        return len(text)
+
+    def flush(self) -> None:
+        """Likewise."""
+        try:
+            if self.lost is None:
+                self._stream.flush()
+        except OSError as error:
+            self.lost = error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @property
+    def unread(self) -> bool:
+        """Whether it was lost because its reader has gone, which is no error."""
+        return self.lost is not None and self.lost.errno == errno.EPIPE
