@@ -14,8 +14,6 @@ from safetensors.torch import save_file
 
 import dynadapt
 from dynadapt.elastic.checkpoint import layout_of
-from tests import _ranks
-from tests.offline import _made
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,16 +21,8 @@ if TYPE_CHECKING:
     from tests.live import jobs
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, jobs.Tensors]:
-    """A ZeRO-3 checkpoint of 2 ranks, and all its tensors by DeepSpeed's own gathers."""
-    folder = tmp_path_factory.mktemp("saved") / "zero3"
-    every = _ranks.pool(2).run(_made.save_deepspeed, "zero3-bf16", str(folder), 2, {}, timeout=200)
-    return folder, every[0]
-
-
-def test_an_opened_checkpoint_says_what_it_is(saved: tuple[Path, jobs.Tensors]) -> None:
-    found = dynadapt.open(saved[0])
+def test_an_opened_checkpoint_says_what_it_is(saved: Path) -> None:
+    found = dynadapt.open(saved)
     assert isinstance(found, dynadapt.Checkpoint)
     assert found.format == "deepspeed"
     assert found.problems() == ()
@@ -48,12 +38,11 @@ def test_an_opened_checkpoint_says_what_it_is(saved: tuple[Path, jobs.Tensors]) 
     assert len(found.fingerprint()) == 32
 
 
-def test_tensors_are_read_by_key(saved: tuple[Path, jobs.Tensors]) -> None:
+def test_tensors_are_read_by_key(saved: Path, held: jobs.Tensors) -> None:
     """Every tensor as DeepSpeed gathers it, by its key, and a tied one by both names."""
-    folder, every = saved
-    tensors = dynadapt.open(folder).tensors
-    assert set(every) <= set(tensors)
-    for name, wanted in every.items():
+    tensors = dynadapt.open(saved).tensors
+    assert set(held) <= set(tensors)
+    for name, wanted in held.items():
         assert tensors[name].tobytes() == wanted.numpy().tobytes(), name
     assert np.array_equal(tensors["head.weight"], tensors["embed.weight/param"])
     assert "head.weight/exp_avg" in tensors
@@ -73,8 +62,8 @@ def test_bfloat16_comes_as_float32(tmp_path: Path) -> None:
     assert np.array_equal(array, values.float().numpy())
 
 
-def test_a_hole_is_an_error_and_not_noise(saved: tuple[Path, jobs.Tensors], tmp_path: Path) -> None:
-    found = dynadapt.open(saved[0])
+def test_a_hole_is_an_error_and_not_noise(saved: Path, tmp_path: Path) -> None:
+    found = dynadapt.open(saved)
     rank = next(e for e, name in found.files.items() if "rank_1_mp_rank_00_optim" in name)
     files = {e: () if e == rank else rows for e, rows in found.own.files.items()}
     own = replace(found.own, files=files)
@@ -84,32 +73,31 @@ def test_a_hole_is_an_error_and_not_noise(saved: tuple[Path, jobs.Tensors], tmp_
     assert caught.value.reason == "uncovered"
 
 
-def test_convert_and_diff(saved: tuple[Path, jobs.Tensors], tmp_path: Path) -> None:
-    folder, _ = saved
-    report = dynadapt.convert(folder, tmp_path / "four", "zero3:dp=4")
-    assert report.fingerprint == dynadapt.open(folder).fingerprint()
-    found = dynadapt.diff(folder, tmp_path / "four")
+def test_convert_and_diff(saved: Path, tmp_path: Path) -> None:
+    report = dynadapt.convert(saved, tmp_path / "four", "zero3:dp=4")
+    assert report.fingerprint == dynadapt.open(saved).fingerprint()
+    found = dynadapt.diff(saved, tmp_path / "four")
     assert found.same
     assert found.bytes_read > 0
     half = dynadapt.convert(
-        folder, tmp_path / "half", "safetensors", dtype="bfloat16", include=["up.*"]
+        saved, tmp_path / "half", "safetensors", dtype="bfloat16", include=["up.*"]
     )
     assert half.verified
-    shown = dynadapt.diff(folder, tmp_path / "half", weights_only=True, ignore_missing=True)
+    shown = dynadapt.diff(saved, tmp_path / "half", weights_only=True, ignore_missing=True)
     assert {d.verdict for d in shown.tensors} == {"rounding"}
     assert not shown.same
     assert dynadapt.diff(
-        folder, dynadapt.open(tmp_path / "half"), weights_only=True, ignore_missing=True, ulp=1
+        saved, dynadapt.open(tmp_path / "half"), weights_only=True, ignore_missing=True, ulp=1
     ).same
     with pytest.raises(dynadapt.Refused) as caught:
-        dynadapt.convert(folder, tmp_path / "odd", "safetensors", dtype="float33")
+        dynadapt.convert(saved, tmp_path / "odd", "safetensors", dtype="float33")
     assert caught.value.reason == "bad-argument"
     with pytest.raises(dynadapt.DynadaptError) as unknown:
         dynadapt.open(tmp_path)
     assert unknown.value.reason == "no-adapter"
 
 
-def test_no_torch_is_imported(saved: tuple[Path, jobs.Tensors], tmp_path: Path) -> None:
+def test_no_torch_is_imported(saved: Path, tmp_path: Path) -> None:
     """All of it, where torch cannot be imported."""
     script = (
         "import sys; sys.modules['torch'] = None\n"
@@ -120,6 +108,6 @@ def test_no_torch_is_imported(saved: tuple[Path, jobs.Tensors], tmp_path: Path) 
         "report = dynadapt.convert(found, b, 'zero3:dp=3')\n"
         "assert dynadapt.diff(a, b).same and report.fingerprint == found.fingerprint()\n"
     )
-    words = [sys.executable, "-c", script, str(saved[0]), str(tmp_path / "three")]
+    words = [sys.executable, "-c", script, str(saved), str(tmp_path / "three")]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -20,7 +20,6 @@ import dynadapt
 from dynadapt import cli
 from tests import _ranks
 from tests.live import jobs
-from tests.offline import _made
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,13 +38,6 @@ def _run(*words: str | Path, code: int = 0) -> str:
         cli.main()
     assert (ended.value.code or 0) == code, out.getvalue()
     return out.getvalue()
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("saved") / "zero3"
-    _ranks.pool(2).run(_made.save_deepspeed, "zero3-bf16", str(folder), 2, {}, timeout=200)
-    return folder
 
 
 def _fingerprints(rank: int, world: int, where: str) -> tuple[str, str]:

@@ -194,15 +194,14 @@ def test_from_torch_to_deepspeed(tmp_path: Path) -> None:
         assert [group["weight_decay"] for group in answer["hyper"]] == [0.1, 0.0]
 
 
-def test_there_and_back_a_deepspeed_job_goes_on(tmp_path: Path) -> None:
+def test_there_and_back_a_deepspeed_job_goes_on(saved: Path, tmp_path: Path) -> None:
     """ZeRO-3 as a distributed checkpoint and as ZeRO-3 again: nothing was lost, counts included."""
-    old, between, back = tmp_path / "old", tmp_path / "between", tmp_path / "back"
+    between, back = tmp_path / "between", tmp_path / "back"
     pool = _ranks.pool(2)
-    pool.run(_made.save_deepspeed, "zero3-bf16", str(old), 2, {}, timeout=200)
-    convert(open_checkpoint(old), target_of(between, "dcp/fsdp2:dp=4"))
+    convert(open_checkpoint(saved), target_of(between, "dcp/fsdp2:dp=4"))
     spec = "zero3:dp=2,sub_group_size=100,dtype=bfloat16"
     convert(open_checkpoint(between), target_of(back, spec))
-    untouched = pool.run(_made.load_deepspeed, "zero3-bf16", str(old), 2, {}, timeout=200)
+    untouched = pool.run(_made.load_deepspeed, "zero3-bf16", str(saved), 2, {}, timeout=200)
     returned = pool.run(_made.load_deepspeed, "zero3-bf16", str(back), 2, {}, timeout=200)
     for one, two in zip(untouched, returned, strict=True):
         assert one["counters"] == two["counters"]

@@ -21,9 +21,7 @@ from dynadapt.elastic.place import Place
 from dynadapt.elastic.verification import verified
 from dynadapt.errors import Refused
 from dynadapt.transport import filling
-from tests import _ranks
-from tests.offline import _made
-from tests.offline.test_resume import _bytes, _die, _source
+from tests.offline._killing import contents, die, source_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,25 +41,18 @@ def _torchrun(count: int, *words: str | Path) -> subprocess.CompletedProcess[str
     )
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("saved") / "zero3"
-    _ranks.pool(2).run(_made.save_deepspeed, "zero3-bf16", str(folder), 2, {}, timeout=200)
-    return folder
-
-
 @pytest.mark.parametrize(("count", "to"), [(2, "universal"), (3, "zero3:dp=2"), (2, "safetensors")])
 def test_torchrun(saved: Path, tmp_path: Path, count: int, to: str) -> None:
     """The same bytes as one process writes; every rank has written some; one report."""
-    before = _bytes(saved)
+    before = contents(saved)
     done = _torchrun(count, "convert", saved, tmp_path / "b", "--to", to, "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     offline.convert(saved, tmp_path / "c", to)
-    assert _bytes(tmp_path / "b") == _bytes(tmp_path / "c")
+    assert contents(tmp_path / "b") == contents(tmp_path / "c")
     assert report["fingerprint"] == offline.open(tmp_path / "c").fingerprint()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["b", "c"]
-    assert _bytes(saved) == before
+    assert contents(saved) == before
 
 
 def test_an_error_under_torchrun(saved: Path, tmp_path: Path) -> None:
@@ -127,7 +118,7 @@ def test_shares_are_even() -> None:
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_one_fails_all_end(tmp_path: Path, log: Path, failing: int) -> None:
     """With what that one met; nothing is left."""
-    source = _source(tmp_path / "a", rows=400)
+    source = source_in(tmp_path / "a", rows=400)
 
     def work(rank: int) -> None:
         def fail() -> None:
@@ -149,12 +140,12 @@ def test_one_fails_all_end(tmp_path: Path, log: Path, failing: int) -> None:
 
 @pytest.mark.parametrize("dying", [0, 1])
 def test_one_dies_and_it_goes_on(tmp_path: Path, log: Path, dying: int) -> None:
-    source = _source(tmp_path / "a", rows=400)
+    source = source_in(tmp_path / "a", rows=400)
     target = tmp_path / "b"
 
     def work(rank: int) -> None:
         if rank == dying:
-            _writing(3, _die)
+            _writing(3, die)
         offline.convert(source, target, "universal", ranks=(rank, 2), timeout=2)
 
     codes = _ranks_of(2, work, log)
@@ -173,7 +164,7 @@ def test_one_dies_and_it_goes_on(tmp_path: Path, log: Path, dying: int) -> None:
     assert _ranks_of(3, resume, log) == [0, 0, 0], _logs(log)
     assert verified(offline.open(target))[0] == ()
     offline.convert(source, tmp_path / "c", "universal")
-    assert _bytes(target) == _bytes(tmp_path / "c")
+    assert contents(target) == contents(tmp_path / "c")
 
 
 def test_a_folder_that_is_written_into_as_it_is_removed(
@@ -196,7 +187,7 @@ def test_a_folder_that_is_written_into_as_it_is_removed(
 
 @pytest.mark.parametrize("lacking", [0, 1])
 def test_one_never_comes(tmp_path: Path, log: Path, lacking: int) -> None:
-    source = _source(tmp_path / "a")
+    source = source_in(tmp_path / "a")
 
     def work(rank: int) -> None:
         if rank != lacking:
@@ -209,7 +200,7 @@ def test_one_never_comes(tmp_path: Path, log: Path, lacking: int) -> None:
 
 
 def test_other_arguments(tmp_path: Path, log: Path) -> None:
-    source = _source(tmp_path / "a")
+    source = source_in(tmp_path / "a")
 
     def work(rank: int) -> None:
         include = ["layers.*"] if rank else []
