@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["BROKEN", "Record", "place_of", "records_of", "zips_in"]
+__all__ = ["BROKEN", "Record", "extent_of", "records_of", "zips_in"]
 
 BROKEN = (zipfile.BadZipFile, ValueError, struct.error, OSError, NotImplementedError)
 """What reading a zip that is none, or damaged, ends in."""
@@ -68,7 +68,7 @@ def records_of(data: memoryview) -> list[Record]:
         ]
 
 
-def place_of(data: memoryview, own: Record) -> tuple[int, int]:
+def extent_of(data: memoryview, own: Record) -> tuple[int, int]:
     """Where an entry's bytes lie; it must be stored as it is, inside the file."""
     if own.method != zipfile.ZIP_STORED or own.flags & 1:
         raise ValueError(f"{own.name} is compressed or encrypted")

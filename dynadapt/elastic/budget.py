@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dynadapt.errors import Finding, Refused
-from dynadapt.transport.stream import PIECE
+from dynadapt.transport.sources import PIECE
 
 __all__ = ["FORK_BYTES", "Budget", "Effort", "anonymous_bytes", "thread_bytes"]
 

@@ -12,7 +12,7 @@ from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import FileSource
 from dynadapt.registry import adapter_for
 from dynadapt.transport.certificate import fingerprint
-from dynadapt.transport.stream import key_sums
+from dynadapt.transport.sums import key_sums
 from dynadapt.vps import cover
 from dynadapt.vps.layout import RowLayout
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from dynadapt.files import FileBuffer
     from dynadapt.protocols import AuxItem, Described
-    from dynadapt.transport.read_back import Place
+    from dynadapt.transport.read_back import RowInFile
     from dynadapt.vps.keys import Key, KeySpec
 
 __all__ = ["Checkpoint", "layout_of", "open_checkpoint"]
@@ -128,9 +128,9 @@ class Checkpoint:
         return cover.prove(self.layout)
 
     def sums(
-        self, *, threads: int = 2, known: Mapping[Place, int] | None = None
+        self, *, threads: int = 2, known: Mapping[RowInFile, int] | None = None
     ) -> tuple[dict[Key, int], tuple[Finding, ...]]:
-        """Sums by key, and replicas that differ, by file. Reads everything but rows at `known` places."""
+        """Sums by key, and replicas that differ, by file. Reads all but the `known` rows."""
         return key_sums(self.layout, self.buffers, threads=threads, names=self.files, known=known)
 
     def fingerprint(self, *, threads: int = 2) -> str:

@@ -18,8 +18,7 @@ from dynadapt.elastic import hints
 from dynadapt.elastic.checkpoint import layout_of
 from dynadapt.files import raw_dtype
 from dynadapt.transport.casts import CASTABLE, cast
-from dynadapt.transport.sources import Sources, boxes_of, inside
-from dynadapt.transport.stream import PIECE
+from dynadapt.transport.sources import PIECE, Sources, boxes_of, inside
 from dynadapt.vps.box import Box, linear_index
 from dynadapt.vps.keys import Key, itemsize
 

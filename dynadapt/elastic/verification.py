@@ -17,10 +17,9 @@ from dynadapt.errors import Finding, Refused
 from dynadapt.files import check_sum, mapped
 from dynadapt.transport.casts import CASTABLE, cast
 from dynadapt.transport.certificate import fingerprint
-from dynadapt.transport.sources import Sources, boxes_of
-from dynadapt.transport.stream import PIECE
+from dynadapt.transport.sources import PIECE, Sources, boxes_of
 from dynadapt.vps.box import Box
-from dynadapt.zips import BROKEN, place_of, records_of, zips_in
+from dynadapt.zips import BROKEN, extent_of, records_of, zips_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -110,7 +109,7 @@ def _damaged_parts(path: str, buffers: Iterable[FileBuffer]) -> list[Finding]:
         places = {(b.offset, b.nbytes): (f"bytes from {b.offset:,} on", b.crc) for b in buffers}
         for start, each in zips_in(data):
             for record in records_of(each):
-                at, nbytes = place_of(each, record)
+                at, nbytes = extent_of(each, record)
                 places[start + at, nbytes] = record.name, record.crc
     except Refused as error:
         return [*error.findings]

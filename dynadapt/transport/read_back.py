@@ -1,7 +1,7 @@
 """What was written, found again: a row whose bytes still have their check sum keeps its sum.
 
 A check sum is read at several times the pace of a weighted sum. It says that the bytes are those of which
-the sums were taken; that they mean the same is for the reader to say: by key, box, dtype and place.
+the sums were taken; that they mean the same is for the reader to say: by key, box, dtype and where it lies.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from dynadapt.vps.keys import Key
     from dynadapt.vps.layout import Row
 
-__all__ = ["Place", "Stretch", "crc_of", "found_again", "place_of"]
+__all__ = ["RowInFile", "Stretch", "crc_of", "found_again", "row_in_file"]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RowInFile:
     """A row that lies row-major in a file from a byte on."""
 
     key: Key
@@ -52,12 +52,12 @@ class Stretch:
     crc: int
 
 
-def place_of(row: Row, buffer: FileBuffer) -> Place | None:
-    """Where a row lies; None if its elements are not in order there."""
+def row_in_file(row: Row, buffer: FileBuffer) -> RowInFile | None:
+    """The row and where it lies; None if its elements are not in order there."""
     if row.strides != row_major_strides(row.box.shape):
         return None
     start = buffer.offset + row.offset * itemsize(buffer.dtype)
-    return Place(row.key, row.box, buffer.dtype, buffer.path, start)
+    return RowInFile(row.key, row.box, buffer.dtype, buffer.path, start)
 
 
 def crc_of(buffer: FileBuffer, stop: Callable[[], bool] = lambda: False) -> int:
@@ -76,7 +76,7 @@ def crc_of(buffer: FileBuffer, stop: Callable[[], bool] = lambda: False) -> int:
 @contextmanager
 def found_again(
     written: Sequence[Stretch], *, threads: int = 2, fork: bool = False
-) -> Iterator[Callable[[], Mapping[Place, int]]]:
+) -> Iterator[Callable[[], Mapping[RowInFile, int]]]:
     """The sums of all rows whose buffers have the bytes that were written; of others there is none.
 
     Threads, or with `fork` processes, are at work until the answer is asked for.
@@ -94,7 +94,7 @@ def found_again(
         _begun(whole, lots, threads, stop) if forks is None else forks.begun(whole, lots, threads)
     )
     with at_work as tasks:
-        yield lambda: _places(written, [same for task in tasks for same in task.result()])
+        yield lambda: _known(written, [same for task in tasks for same in task.result()])
 
 
 def _whole(stretch: Stretch, stop: Callable[[], bool]) -> bool:
@@ -118,12 +118,12 @@ def _begun(
             pool.shutdown(cancel_futures=True)
 
 
-def _places(written: Sequence[Stretch], same: Sequence[bool]) -> Mapping[Place, int]:
+def _known(written: Sequence[Stretch], same: Sequence[bool]) -> Mapping[RowInFile, int]:
     found = {}
-    for stretch, known in zip(written, same, strict=True):
-        if known:
+    for stretch, is_same in zip(written, same, strict=True):
+        if is_same:
             for row, value in zip(stretch.rows, stretch.sums, strict=True):
-                place = place_of(row, stretch.buffer)
-                if place is not None:
-                    found[place] = value
+                own = row_in_file(row, stretch.buffer)
+                if own is not None:
+                    found[own] = value
     return found

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from dynadapt.vps.keys import Key
     from dynadapt.vps.layout import Row, RowLayout
 
-__all__ = ["Sources", "boxes_of", "inside", "view_of"]
+__all__ = ["PIECE", "Sources", "boxes_of", "inside", "view_of"]
+
+PIECE = 3 << 20
+"""Bytes that a thread takes at a time, at most."""
 
 FEW = 64 << 10
 """Elements of a stretch from which on it is worth to be written alone."""

@@ -13,14 +13,14 @@ from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, TypeVar
 
 from dynadapt.errors import Finding, Refused
-from dynadapt.transport.certificate import MASK, weighted_sum
+from dynadapt.transport.certificate import MASK
 from dynadapt.transport.filling import Writer
 from dynadapt.transport.forks import Forks
 from dynadapt.transport.progress import Progress
-from dynadapt.transport.read_back import Stretch, place_of
-from dynadapt.transport.sources import Sources, view_of
+from dynadapt.transport.read_back import Stretch
+from dynadapt.transport.sources import PIECE, Sources
 from dynadapt.transport.watch import Watch
-from dynadapt.vps.box import Box, atoms, uncovered
+from dynadapt.vps.box import uncovered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -28,14 +28,11 @@ if TYPE_CHECKING:
 
     from dynadapt.files import FileBuffer
     from dynadapt.transport.plan import Match, Narrow
-    from dynadapt.transport.read_back import Place
+    from dynadapt.vps.box import Box
     from dynadapt.vps.keys import Key
     from dynadapt.vps.layout import Row, RowLayout
 
-__all__ = ["PIECE", "Streamed", "key_sums", "stream"]
-
-PIECE = 3 << 20
-"""Bytes that a thread takes at a time."""
+__all__ = ["Streamed", "stream"]
 
 LOT = 8 << 20
 """Bytes of the buffers that a thread takes to fill, at least."""
@@ -187,58 +184,3 @@ def _total(
                 counted.add(whole)
                 done.sums[row.key] = (done.sums.get(row.key, 0) + value) & MASK
     return done
-
-
-def key_sums(
-    layout: RowLayout,
-    buffers: Mapping[str, FileBuffer],
-    *,
-    threads: int = 2,
-    names: Mapping[int, str] | None = None,
-    known: Mapping[Place, int] | None = None,
-) -> tuple[dict[Key, int], tuple[Finding, ...]]:
-    """The sum of every key, derived copies too, and a finding for each replica that differs.
-
-    `names` say what endpoints are called. Rows at `known` places are not read: their sums are told.
-    """
-    told, have = names or {}, known or {}
-    sources = Sources(layout, buffers)
-
-    def one(row: Row, box: Box) -> int:
-        return weighted_sum(view_of(sources.array(row), row, box), box, row.key)
-
-    def key_of(at: int) -> tuple[Key, int, list[Finding]]:
-        spec = layout.keys[at]
-        key = spec.key
-        total = 0
-        drifted: list[Finding] = []
-        first: dict[Box, tuple[int, int]] = {}
-        for endpoint, row in layout.held(key):
-            place = place_of(row, buffers[row.buffer]) if have else None
-            value = have.get(place) if place is not None else None
-            if value is None:
-                value = one(row, row.box)
-            known = first.setdefault(row.box, (endpoint, value))
-            if known[1] != value:
-                here, there = (told.get(e, str(e)) for e in (endpoint, known[0]))
-                where = f"{key} {row.box}"
-                cause = f"replicas differ: {there} and {here}"
-                drifted.append(Finding("replicas-differ", where, cause))
-        if sum(box.volume for box in first) <= spec.numel:
-            total = sum(value for _, value in first.values())
-        else:  # boxes that overlap in part: every element counts once
-            rows = sources.rows(key, Box.whole(spec.shape))
-            for cell, numbers in atoms(row.box for row in rows):
-                total += one(rows[numbers[0]], cell)
-        return key, total & MASK, drifted
-
-    moving = [i for i, s in enumerate(layout.keys) if s.numel and s.presence == "present"]
-    moving.sort(key=lambda i: -layout.keys[i].nbytes)
-    with ThreadPoolExecutor(threads) as pool:
-        try:
-            answers = list(pool.map(key_of, moving))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    findings = tuple(f for _, _, drifted in answers for f in drifted)
-    return {key: total for key, total, _ in answers}, findings

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from dynadapt import offline
 from dynadapt.elastic.budget import Budget, thread_bytes
 from dynadapt.errors import Refused
-from dynadapt.transport.stream import PIECE
+from dynadapt.transport.sources import PIECE
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 import dynadapt
 from dynadapt.elastic.verification import verified
 from dynadapt.errors import Refused
-from dynadapt.zips import place_of, records_of, zips_in
+from dynadapt.zips import extent_of, records_of, zips_in
 from tests import _ranks
 from tests.offline import _made
 
@@ -156,7 +156,7 @@ def test_verify_looks_at_files_without_tensors_too(saved: dict[int, Path], tmp_p
         for path in sorted(p for p in new.rglob("*") if p.is_file() and p not in tensors):
             whole = path.read_bytes()
             for start, each in zips_in(memoryview(whole)):
-                places = {r.name: place_of(each, r) for r in records_of(each)}
+                places = {r.name: extent_of(each, r) for r in records_of(each)}
                 for name in (name for name in places if "/data/" in name and places[name][1]):
                     _flip(path, start + places[name][0])
                     assert _reasons(new)[0] == ["certificate"], path

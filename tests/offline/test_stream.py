@@ -22,9 +22,10 @@ from dynadapt.transport.forks import may_fork
 from dynadapt.transport.match import match
 from dynadapt.transport.plan import Options
 from dynadapt.transport.progress import Stopped
-from dynadapt.transport.read_back import crc_of, found_again, place_of
+from dynadapt.transport.read_back import crc_of, found_again, row_in_file
 from dynadapt.transport.sources import boxes_of
-from dynadapt.transport.stream import key_sums, stream
+from dynadapt.transport.stream import stream
+from dynadapt.transport.sums import key_sums
 from dynadapt.vps.box import Box, Span, row_major_strides
 from dynadapt.vps.keys import Key, KeySpec, itemsize
 from dynadapt.vps.layout import Row, RowLayout
@@ -107,7 +108,7 @@ def test_any_parts_to_any_parts(
     with found_again(done.stretches, threads=threads, fork=fork) as answer:
         known = answer()
     places = {
-        place_of(row, targets[row.buffer]) for e in target.endpoints for row in target.rows(e)
+        row_in_file(row, targets[row.buffer]) for e in target.endpoints for row in target.rows(e)
     }
     assert known.keys() == places
     with mock.patch.object(stream_module, "weighted_sum", None):  # nothing is summed again
@@ -165,7 +166,7 @@ def test_more_files_than_descriptors(tmp_path: Path) -> None:
         "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))\n"
         "from pathlib import Path\n"
         "from dynadapt.files import FileBuffer\n"
-        "from dynadapt.transport.stream import key_sums\n"
+        "from dynadapt.transport.sums import key_sums\n"
         "from dynadapt.vps.box import Box\n"
         "from dynadapt.vps.keys import Key, KeySpec\n"
         "from dynadapt.vps.layout import Row, RowLayout\n"

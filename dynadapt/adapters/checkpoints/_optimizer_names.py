@@ -70,7 +70,8 @@ def dealt(
     return [own[::-1] for own in names]
 
 
-Place = tuple[int, ...]
+Dealt = tuple[int, ...]
+"""How many members of each group have been dealt."""
 
 
 def _fits(shape: Shape, state: Shape | None) -> bool:
@@ -78,9 +79,9 @@ def _fits(shape: Shape, state: Shape | None) -> bool:
 
 
 def _before(
-    at: Place, groups: Sequence[Sequence[Shape | None]], shape: Shape
-) -> Iterator[tuple[Place, int]]:
-    """The places from which a parameter of a shape leads to `at`, and the group that took it, or -1."""
+    at: Dealt, groups: Sequence[Sequence[Shape | None]], shape: Shape
+) -> Iterator[tuple[Dealt, int]]:
+    """What was dealt before a parameter of a shape led to `at`, and the group that took it, or -1."""
     yield at, -1
     for group, own in enumerate(groups):
         if at[group] and _fits(shape, own[at[group] - 1]):
@@ -89,14 +90,14 @@ def _before(
 
 def _ways(
     groups: Sequence[Sequence[Shape | None]], params: Sequence[tuple[str, Shape]], where: str
-) -> list[set[Place]]:
+) -> list[set[Dealt]]:
     """For each parameter, how many members of each group may have been dealt before it."""
     final = tuple(map(len, groups))
     left = len(params) - sum(final)
-    layers: list[set[Place]] = [{(0,) * len(groups)}]
+    layers: list[set[Dealt]] = [{(0,) * len(groups)}]
     looked = 0
     for number, (_, shape) in enumerate(params):
-        found: set[Place] = set()
+        found: set[Dealt] = set()
         for at in layers[-1]:
             if number + 1 - sum(at) <= left:
                 found.add(at)

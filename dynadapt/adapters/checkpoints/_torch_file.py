@@ -16,7 +16,7 @@ from dynadapt.adapters.checkpoints._pickle import StoredTensor, read_pickle
 from dynadapt.errors import Finding, Refused
 from dynadapt.files import FileBuffer, mapped
 from dynadapt.vps.keys import ITEMSIZE
-from dynadapt.zips import BROKEN, place_of, records_of
+from dynadapt.zips import BROKEN, extent_of, records_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -85,7 +85,7 @@ def read_torch(
         raise Refused([Finding("legacy-file" if old else "bad-file", path, cause, fix)])
     try:
         listed = records_of(data)
-        records = {own.name.partition("/")[2]: place_of(data, own) for own in listed}
+        records = {own.name.partition("/")[2]: extent_of(data, own) for own in listed}
         crcs = {own.name.partition("/")[2]: own.crc for own in listed if own.crc}
         if "data.pkl" not in records:
             raise ValueError("it has no data.pkl")
