@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from dynadapt.errors import Refused
 from dynadapt.files import FileBuffer
 from dynadapt.transport import sources
-from dynadapt.transport import stream as stream_module
+from dynadapt.transport import sums as sums_module
 from dynadapt.transport.casts import cast
 from dynadapt.transport.forks import may_fork
 from dynadapt.transport.match import match
@@ -111,7 +111,7 @@ def test_any_parts_to_any_parts(
         row_in_file(row, targets[row.buffer]) for e in target.endpoints for row in target.rows(e)
     }
     assert known.keys() == places
-    with mock.patch.object(stream_module, "weighted_sum", None):  # nothing is summed again
+    with mock.patch.object(sums_module, "weighted_sum", None):  # nothing is summed again
         assert key_sums(target, targets, known=known)[0] == done.sums
     for endpoint in target.endpoints:
         for row in target.rows(endpoint):
