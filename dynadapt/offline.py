@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from dynadapt.elastic.arrangement import Order
     from dynadapt.elastic.comparison import Comparison
-    from dynadapt.elastic.conversion import ConversionReport
     from dynadapt.elastic.conversion_plan import ConversionPlan
+    from dynadapt.elastic.conversion_report import ConversionReport
     from dynadapt.protocols import FileSource, FileTarget
     from dynadapt.transport.plan import Narrow
 

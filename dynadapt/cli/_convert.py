@@ -16,7 +16,7 @@ from dynadapt.cli._interrupt import interruptible
 from dynadapt.cli._options import JsonOption
 
 if TYPE_CHECKING:
-    from dynadapt.elastic.conversion import ConversionReport
+    from dynadapt.elastic.conversion_report import ConversionReport
 
 __all__ = ["convert"]
 

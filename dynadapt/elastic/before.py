@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dynadapt.elastic import checks, drift, memory
 from dynadapt.elastic.contract import over_limit, parking, promised
-from dynadapt.elastic.conversion import copies
+from dynadapt.elastic.conversion_layout import copies
 from dynadapt.elastic.cutting import cut_chunks
 from dynadapt.elastic.deferred import Deferred
 from dynadapt.elastic.naming import Naming, Own, renamed

@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dynadapt.errors import Finding, Refused
+from dynadapt.transport.forks import may_fork
 from dynadapt.transport.sources import PIECE
 
 __all__ = ["FORK_BYTES", "Budget", "Effort", "anonymous_bytes", "thread_bytes"]
+
+FORK = 128 << 20
+"""Bytes that are written from which on forked processes are worth it."""
 
 FORK_BYTES = 10 << 20
 """What a forked process changes of the tables that it has from its parent, beside what a thread takes."""
@@ -61,6 +65,10 @@ class Budget:
     def of(cls, most: int | None) -> Budget:
         """What there is to spend from now on; None is no limit."""
         return cls(most, (anonymous_bytes() or 0) if most is not None else 0)
+
+    def forks(self, nbytes: int) -> bool:
+        """Whether forked processes shall work on so many bytes that are written."""
+        return self.most is None and nbytes >= FORK and may_fork()
 
     def effort(self, threads: int, *, again: bool = True) -> Effort:
         """As many of the threads as fit beside the tables that are there by now, with the largest pieces.

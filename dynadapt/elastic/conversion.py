@@ -14,76 +14,34 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dynadapt.elastic.arrangement import arranged
 from dynadapt.elastic.budget import Budget, Effort
-from dynadapt.elastic.checkpoint import Checkpoint, layout_of, open_checkpoint
+from dynadapt.elastic.checkpoint import Checkpoint, open_checkpoint
 from dynadapt.elastic.companions import bring_along
+from dynadapt.elastic.conversion_layout import chosen_of, laid_out, left_out
+from dynadapt.elastic.conversion_report import ConversionReport
 from dynadapt.elastic.journal import Journal, identity, stamp_of
 from dynadapt.elastic.place import Place, write_manifest
 from dynadapt.elastic.ranks import Ranks, shares
 from dynadapt.errors import Finding, Refused
 from dynadapt.files import to_disk, unwritable
 from dynadapt.protocols import FileTarget, Outcome
-from dynadapt.registry import adapter_for
 from dynadapt.transport.certificate import fingerprint
-from dynadapt.transport.forks import ForkLost, may_fork
-from dynadapt.transport.match import match
-from dynadapt.transport.plan import Options, Pair
+from dynadapt.transport.forks import ForkLost
 from dynadapt.transport.progress import Progress, Stopped
 from dynadapt.transport.read_back import found_again
 from dynadapt.transport.stream import Streamed, stream
-from dynadapt.vps import cover
-from dynadapt.vps.keys import Key, itemsize
+from dynadapt.vps.keys import itemsize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     from dynadapt.elastic.selection import Selection
-    from dynadapt.protocols import Adapter, Described
+    from dynadapt.protocols import Described
     from dynadapt.transport.plan import Match, Narrow
     from dynadapt.vps.keys import KeySpec
     from dynadapt.vps.layout import RowLayout
 
-FORK = 128 << 20
-"""Bytes from which on forked processes are worth it."""
-
-__all__ = ["ConversionReport", "chosen_of", "convert", "copies", "forked", "laid_out", "left_out"]
-
-
-@dataclass(frozen=True)
-class ConversionReport:
-    """What a conversion did. `seconds` are by phase; bytes are of tensors.
-
-    Of the `bytes_written`, `bytes_kept` were there already from a conversion that this one continued.
-    """
-
-    source: str
-    target: str
-    format: str
-    bytes_read: int
-    bytes_written: int
-    fingerprint: str
-    verified: bool
-    seconds: dict[str, float]
-    bytes_kept: int = 0
-    outcomes: tuple[Outcome, ...] = ()
-    warnings: tuple[Finding, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain JSON values."""
-        return {
-            "source": self.source,
-            "target": self.target,
-            "format": self.format,
-            "bytes_read": self.bytes_read,
-            "bytes_written": self.bytes_written,
-            "bytes_kept": self.bytes_kept,
-            "fingerprint": self.fingerprint,
-            "verified": self.verified,
-            "seconds": {name: round(value, 6) for name, value in self.seconds.items()},
-            "outcomes": [{"path": o.path, "kind": o.kind, "note": o.note} for o in self.outcomes],
-            "warnings": [finding.to_json() for finding in self.warnings],
-        }
+__all__ = ["convert"]
 
 
 @dataclass
@@ -178,32 +136,6 @@ def convert(
     return replace(report, target=str(place.path), seconds=clock.seconds)
 
 
-def chosen_of(
-    source: Checkpoint, target: FileTarget, selection: Selection | None
-) -> tuple[Described, FileTarget, RowLayout]:
-    """What of a whole source is meant, arranged for the target; raises `Refused` with all that is amiss."""
-    problems = source.problems()
-    if problems:
-        raise Refused(problems)
-    own = source.own if selection is None else selection.of(source.own)
-    own, target = arranged(own, target, source.path)
-    return own, target, layout_of(own)
-
-
-def laid_out(
-    own: Described, layout: RowLayout, work: FileTarget, narrow: Narrow
-) -> tuple[Adapter, Described, RowLayout, Match]:
-    """The target's files, made unless dry, and what of the source goes where in them. Raises `Refused`."""
-    writer = adapter_for(work)
-    made = writer.prepare(work, layout.keys)
-    there = layout_of(made)
-    matched = match(layout.keys, there.keys, Options(narrow=narrow, allow=frozenset({"extra"})))
-    findings = [*matched.findings, *cover.prove(there)]
-    if findings:
-        raise Refused(findings)
-    return writer, made, there, replace(matched, pairs=(*matched.pairs, *copies(layout, there)))
-
-
 @dataclass(frozen=True)
 class _Job:
     """A conversion on one process, or on one of several ranks."""
@@ -258,7 +190,7 @@ class _Job:
                 streamed,
                 {pair.target for pair in matched.pairs},
                 effort,
-                fork=forked(streamed.written, self.budget, ranks),
+                fork=ranks is None and self.budget.forks(streamed.written),
             )
             clock.lap("verify")
         prints = fingerprint(there.keys, streamed.sums)
@@ -315,7 +247,7 @@ class _Job:
             ranks.vanish()
             raise
         ranks.part()
-        return replace(_from_json(told), seconds=clock.seconds)
+        return replace(ConversionReport.from_json(told), seconds=clock.seconds)
 
     def _stream(
         self,
@@ -362,7 +294,7 @@ class _Job:
                 on_bytes=count,
                 on_mark=journal.mark,
                 stop=ranks.stop if ranks is not None else None,
-                fork=forked(total, self.budget, ranks),
+                fork=ranks is None and self.budget.forks(total),
             )
         streamed.kept += kept
         return streamed
@@ -399,33 +331,6 @@ def _stamps(own: Described) -> dict[str, list[int]]:
     for path in sorted({buffer.path for buffer in own.buffers.values()}):  # type: ignore[attr-defined]
         with suppress(OSError):  # whoever reads it says so
             found[path] = stamp_of(Path(path))
-    return found
-
-
-def _from_json(told: Mapping[str, Any]) -> ConversionReport:
-    outcomes = tuple(Outcome(o["path"], o["kind"], o["note"]) for o in told["outcomes"])
-    warnings = tuple(Finding(**finding) for finding in told["warnings"])
-    return ConversionReport(**{**told, "outcomes": outcomes, "warnings": warnings})
-
-
-def forked(nbytes: int, budget: Budget, ranks: Ranks | None = None) -> bool:
-    """Whether forked processes shall work on so many bytes that are written."""
-    return ranks is None and budget.most is None and nbytes >= FORK and may_fork()
-
-
-def left_out(source: RowLayout, matched: Match) -> tuple[str, ...]:
-    """Keys of the source that go nowhere."""
-    serving = {pair.source.key for pair in matched.pairs}
-    return tuple(str(s.key) for s in source.keys if s.moves and s.key not in serving)
-
-
-def copies(source: RowLayout, target: RowLayout) -> list[Pair]:
-    """Derived copies of the target, each made from its master as it is written."""
-    found = []
-    for spec in target.keys:
-        master = source.by_name.get(Key(spec.key.name, "param"))
-        if spec.derived and spec.numel and master is not None:
-            found.append(Pair(master, spec))
     return found
 
 

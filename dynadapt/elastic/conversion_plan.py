@@ -10,7 +10,7 @@ import numpy as np
 from isal.isal_zlib import crc32
 
 from dynadapt.elastic.budget import FORK_BYTES, Budget, thread_bytes
-from dynadapt.elastic.conversion import chosen_of, forked, laid_out, left_out
+from dynadapt.elastic.conversion_layout import chosen_of, laid_out, left_out
 from dynadapt.transport.certificate import weighted_sum
 from dynadapt.vps.box import Box
 from dynadapt.vps.keys import Key, itemsize
@@ -86,7 +86,8 @@ def plan(
     """
     own, target, layout = chosen_of(source, target, selection)
     _, made, there, matched = laid_out(own, layout, replace(target, dry=True), narrow)
-    effort = (budget or Budget()).effort(threads, again=verify)
+    budget = budget or Budget()
+    effort = budget.effort(threads, again=verify)
     sizes: dict[str, int] = {}
     for name, buffer in made.buffers.items():
         file = name.partition("#")[0]
@@ -101,7 +102,7 @@ def plan(
     )
     written = sum(sizes.values())
     fill, again = _paces(own.buffers)  # type: ignore[arg-type]  # they are files
-    forks = effort.threads if forked(written, budget or Budget()) else 0
+    forks = effort.threads if budget.forks(written) else 0
     return ConversionPlan(
         source=source.path,
         format=target.format,

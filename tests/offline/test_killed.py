@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dynadapt import offline
-from dynadapt.elastic import conversion
+from dynadapt.elastic import budget
 from dynadapt.elastic.verification import verified
 from dynadapt.errors import Refused
 from dynadapt.transport import filling
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 @pytest.fixture
 def forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forked processes do the work, however little it is, and though torch is loaded."""
-    monkeypatch.setattr(conversion, "FORK", 0)
-    monkeypatch.setattr(conversion, "may_fork", lambda: True)
+    monkeypatch.setattr(budget, "FORK", 0)
+    monkeypatch.setattr(budget, "may_fork", lambda: True)
 
 
 @pytest.mark.parametrize(
@@ -123,9 +123,9 @@ def test_where_the_end_of_children_is_ignored(tmp_path: Path) -> None:
     source = source_in(tmp_path / "a", rows=200)
     code = (
         "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
-        "from dynadapt import offline; from dynadapt.elastic import conversion\n"
+        "from dynadapt import offline; from dynadapt.elastic import budget\n"
         "from dynadapt.transport import forks\n"
-        "conversion.FORK = 0; assert not forks.may_fork()\n"
+        "budget.FORK = 0; assert not forks.may_fork()\n"
         f"print(offline.convert({str(source)!r}, {str(tmp_path / 'b')!r}, 'dcp').verified)"
     )
     ended = subprocess.run(

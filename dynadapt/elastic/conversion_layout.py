@@ -1,0 +1,66 @@
+"""What of a source is meant, and where it goes in a target's files: all that is known before bytes move."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from dynadapt.elastic.arrangement import arranged
+from dynadapt.elastic.checkpoint import layout_of
+from dynadapt.errors import Refused
+from dynadapt.registry import adapter_for
+from dynadapt.transport.match import match
+from dynadapt.transport.plan import Options, Pair
+from dynadapt.vps import cover
+from dynadapt.vps.keys import Key
+
+if TYPE_CHECKING:
+    from dynadapt.elastic.checkpoint import Checkpoint
+    from dynadapt.elastic.selection import Selection
+    from dynadapt.protocols import Adapter, Described, FileTarget
+    from dynadapt.transport.plan import Match, Narrow
+    from dynadapt.vps.layout import RowLayout
+
+__all__ = ["chosen_of", "copies", "laid_out", "left_out"]
+
+
+def chosen_of(
+    source: Checkpoint, target: FileTarget, selection: Selection | None
+) -> tuple[Described, FileTarget, RowLayout]:
+    """What of a whole source is meant, arranged for the target; raises `Refused` with all that is amiss."""
+    problems = source.problems()
+    if problems:
+        raise Refused(problems)
+    own = source.own if selection is None else selection.of(source.own)
+    own, target = arranged(own, target, source.path)
+    return own, target, layout_of(own)
+
+
+def laid_out(
+    own: Described, layout: RowLayout, work: FileTarget, narrow: Narrow
+) -> tuple[Adapter, Described, RowLayout, Match]:
+    """The target's files, made unless dry, and what of the source goes where in them. Raises `Refused`."""
+    writer = adapter_for(work)
+    made = writer.prepare(work, layout.keys)
+    there = layout_of(made)
+    matched = match(layout.keys, there.keys, Options(narrow=narrow, allow=frozenset({"extra"})))
+    findings = [*matched.findings, *cover.prove(there)]
+    if findings:
+        raise Refused(findings)
+    return writer, made, there, replace(matched, pairs=(*matched.pairs, *copies(layout, there)))
+
+
+def copies(source: RowLayout, target: RowLayout) -> list[Pair]:
+    """Derived copies of the target, each made from its master as it is written."""
+    found = []
+    for spec in target.keys:
+        master = source.by_name.get(Key(spec.key.name, "param"))
+        if spec.derived and spec.numel and master is not None:
+            found.append(Pair(master, spec))
+    return found
+
+
+def left_out(source: RowLayout, matched: Match) -> tuple[str, ...]:
+    """Keys of the source that go nowhere."""
+    serving = {pair.source.key for pair in matched.pairs}
+    return tuple(str(s.key) for s in source.keys if s.moves and s.key not in serving)
