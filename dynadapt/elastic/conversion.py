@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from dynadapt.elastic.checkpoint import Checkpoint, open_checkpoint
 from dynadapt.elastic.companions import bring_along
 from dynadapt.elastic.conversion_layout import chosen_of, laid_out, left_out
 from dynadapt.elastic.conversion_report import ConversionReport
-from dynadapt.elastic.journal import Journal, identity, stamp_of
+from dynadapt.elastic.journal import Journal, identity, stamps_of
 from dynadapt.elastic.place import Place, write_manifest
 from dynadapt.elastic.ranks import Ranks, shares
 from dynadapt.errors import Finding, Refused
@@ -86,7 +86,8 @@ def convert(
         cause = "is the source itself, or one lies inside the other"
         raise Refused([Finding("target-exists", str(place.path), cause, "choose another place")])
     own, target, layout = chosen_of(source, target, selection)
-    what, stamps = identity(Path(source.path), target, selection, narrow), _stamps(own)
+    stamps = stamps_of(own)
+    what = identity(Path(source.path), own, stamps, target, selection, narrow)
     effort = (threads, budget or Budget(), ranks)
     job = _Job(source, own, layout, target, place, what, stamps, narrow, *effort)
     if ranks is not None and ranks.rank:
@@ -301,7 +302,7 @@ class _Job:
 
     def _as_it_was(self) -> None:
         """Raises `Refused` (`source-changed`) if somebody wrote to the source meanwhile."""
-        now = _stamps(self.own)
+        now = stamps_of(self.own)
         cause = "was written to, or replaced, as it was read"
         fix = "convert it again when nobody writes it, or a copy"
         changed = [path for path in now if now[path] != self.stamps.get(path)]
@@ -323,15 +324,6 @@ class _Job:
         if self.ranks is not None:
             self.ranks.fail(error)
             self.ranks.part()
-
-
-def _stamps(own: Described) -> dict[str, list[int]]:
-    """Of the files that tensors lie in, as far as they are there."""
-    found: dict[str, list[int]] = {}
-    for path in sorted({buffer.path for buffer in own.buffers.values()}):  # type: ignore[attr-defined]
-        with suppress(OSError):  # whoever reads it says so
-            found[path] = stamp_of(Path(path))
-    return found
 
 
 def _verify(

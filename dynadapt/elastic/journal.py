@@ -11,45 +11,78 @@ import json
 import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.errors import Finding, Refused
 from dynadapt.transport.progress import Progress
+from dynadapt.vps import wire
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
     from typing import TextIO
 
     from dynadapt.elastic.selection import Selection
-    from dynadapt.protocols import FileTarget
+    from dynadapt.files import FileBuffer
+    from dynadapt.protocols import Described, FileTarget
 
-__all__ = ["Journal", "identity", "stamp_of"]
+__all__ = ["Journal", "identity", "stamps_of"]
 
-VERSION = 1
+VERSION = 2
 
 
 def identity(
-    source: Path, x: FileTarget, selection: Selection | None, narrow: str
+    source: Path,
+    own: Described,
+    stamps: Mapping[str, list[int]],
+    x: FileTarget,
+    selection: Selection | None,
+    narrow: str,
 ) -> dict[str, Any]:
-    """What must be the same for a conversion to be continued: the source's files, the target, the options."""
-    files = [source] if source.is_file() else sorted(p for p in source.rglob("*") if p.is_file())
-    told = [x.format, str(x.layout), x.order, x.groups, sorted(x.options.items())]
+    """What must be the same for a conversion to be continued: the source's tensors, the target, the options.
+
+    `stamps` are those of the files that the tensors lie in. Whatever else a source has is written at the
+    end, as it then is.
+    """
     chosen = [None if selection is None else asdict(selection), narrow]
+    told = [x.format, str(x.layout), x.order, x.groups, sorted(x.options.items()), chosen]
+    details = hashlib.sha256(json.dumps(told, default=str).encode())
+    details.update(_where(source, own).encode())
     return {
         "version": VERSION,
         "source": str(source.resolve()),
-        "files": {str(p.relative_to(source)): stamp_of(p) for p in files},
+        "files": {os.path.relpath(path, source): stamp for path, stamp in stamps.items()},
         "target": f"{x.format} {x.layout or ''}".strip(),
-        "details": hashlib.sha256(json.dumps([told, chosen], default=str).encode()).hexdigest(),
+        "details": details.hexdigest(),
     }
 
 
-def stamp_of(path: Path) -> list[int]:
-    """What differs when a file has been written to, or another has taken its place."""
-    found = path.stat()
-    return [found.st_size, found.st_mtime_ns]
+def _where(source: Path, own: Described) -> str:
+    """Which tensors there are, and where in which files."""
+    files: Mapping[str, FileBuffer] = own.buffers  # type: ignore[assignment]
+    paths = {path: os.path.relpath(path, source) for path in {b.path for b in files.values()}}
+    buffers = [(name, paths[b.path], b.dtype, b.offset, b.numel) for name, b in files.items()]
+    rows = [
+        (row.key, row.box.lo, row.box.hi, row.buffer, row.offset, row.strides)
+        for each in own.files.values()
+        for row in each
+    ]
+    return json.dumps([wire.encode_specs(own.specs), rows, buffers])
+
+
+def stamps_of(own: Described) -> dict[str, list[int]]:
+    """Of the files that tensors lie in, as far as they are there: size and time.
+
+    They differ when a file has been written to, or another has taken its place.
+    """
+    files: Mapping[str, FileBuffer] = own.buffers  # type: ignore[assignment]
+    found: dict[str, list[int]] = {}
+    for path in sorted({buffer.path for buffer in files.values()}):
+        with suppress(OSError):  # whoever reads it says so
+            told = Path(path).stat()
+            found[path] = [told.st_size, told.st_mtime_ns]
+    return found
 
 
 @dataclass
@@ -146,7 +179,8 @@ def _compare(path: Path, had: Mapping[str, Any], have: Mapping[str, Any]) -> Non
     changed = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
     causes |= dict.fromkeys(changed[:20], "has changed since, has come or is gone")
     if not causes and dict(had) != dict(have):
-        causes = {str(path.parent): "was begun with other options, or by another version"}
+        cause = "was begun with other options, of other tensors, or by another version"
+        causes = {str(path.parent): cause}
     if causes:
         fix = "without --resume it begins anew"
         raise Refused([Finding("resume-differs", k, cause, fix) for k, cause in causes.items()])

@@ -6,14 +6,17 @@ import os
 import shutil
 import signal
 import sys
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
 
 import pytest
 
 from dynadapt import cli, offline
+from dynadapt.elastic.checkpoint import layout_of, open_checkpoint
 from dynadapt.elastic.place import Place
 from dynadapt.errors import Refused
+from dynadapt.vps.keys import Key
 from tests.offline._killing import act_at, contents, die, in_fork, source_in
 
 if TYPE_CHECKING:
@@ -53,6 +56,36 @@ def test_what_has_changed_is_not_continued(tmp_path: Path) -> None:
     report = offline.convert(source, target, "universal")  # begins anew, and says so
     assert [w.reason for w in report.warnings] == ["left-over"]
     assert report.bytes_kept == 0
+
+
+def test_what_lies_beside_the_tensors_may_change(tmp_path: Path) -> None:
+    """A log that a job goes on to write, and small files, which come along as they are at the end."""
+    source, target = _left(tmp_path)
+    (source / "train.log").write_text("step 3\n")
+    (source / "config.json").write_text('{"model_type": "odd"}')
+    report = offline.convert(source, target, "universal", resume=True)
+    assert report.bytes_kept > 0
+    assert not report.warnings
+    assert (target / "config.json").read_text() == '{"model_type": "odd"}'
+    assert report.fingerprint == offline.open(source).fingerprint()
+
+
+def test_tensors_that_lie_otherwise_are_not_continued(tmp_path: Path) -> None:
+    """As if an index led elsewhere, in files that are as they were."""
+    source, target = _left(tmp_path)
+    found = open_checkpoint(source)
+    one, two = (found.layout.by_name[Key(f"layers.{i}.weight", "param")].key for i in (0, 1))
+    other = {one: two, two: one}
+    rows = {
+        endpoint: tuple(replace(row, key=other.get(row.key, row.key)) for row in each)
+        for endpoint, each in found.own.files.items()
+    }
+    own = replace(found.own, files=rows)
+    swapped = replace(found, own=own, layout=layout_of(own))
+    with pytest.raises(Refused, match="of other tensors") as caught:
+        offline.convert(swapped, target, "universal", resume=True)
+    assert caught.value.reason == "resume-differs"
+    assert offline.convert(found, target, "universal", resume=True).bytes_kept
 
 
 def test_what_is_damaged_is_written_anew(tmp_path: Path) -> None:
