@@ -138,8 +138,10 @@ def apply_groups(
             continue
         first_name, hyper = known[0]
         for name, other in known[1:]:
-            if other != hyper:
-                differing = sorted(k for k in {*hyper, *other} if hyper.get(k) != other.get(k))
+            differing = sorted(
+                k for k in {*hyper, *other} - NOT_HYPER if hyper.get(k) != other.get(k)
+            )
+            if differing:
                 findings.append(
                     Finding(
                         "hyper-conflict",

@@ -23,9 +23,10 @@ NOT_HYPER = RUNS | {
 def hyper_in_files(group: Mapping[Any, Any]) -> dict[str, Any]:
     """What is kept of a group from one checkpoint to another: loaders take all of a group from the file.
 
-    An optimizer that ran fused would go on unfused else, and round otherwise.
+    How it ran is part of that: a fused optimizer rounds otherwise, one with `foreach=False` takes less
+    memory, and torch's SGD reads an absent `fused` as False, which it is not made with.
 
-    >>> hyper_in_files({"lr": 0.1, "fused": True, "foreach": None, "params": [0]})
-    {'lr': 0.1, 'fused': True}
+    >>> hyper_in_files({"lr": 0.1, "fused": None, "params": [0], "step": 3})
+    {'lr': 0.1, 'fused': None}
     """
-    return {str(k): v for k, v in group.items() if k not in NOT_HYPER or (k in RUNS and v is True)}
+    return {str(k): v for k, v in group.items() if k not in NOT_HYPER or k in RUNS}

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dynadapt.adapters._hyper import NOT_HYPER
 from dynadapt.errors import Finding
 from dynadapt.protocols import Outcome, of_models
 
@@ -126,7 +127,7 @@ def groups_differ(
     findings: list[Finding] = []
     told: list[Outcome] = []
     for name in sorted(given.keys() & has.keys()):
-        for key in sorted((given[name].keys() & has[name].keys()) - given_up):
+        for key in sorted((given[name].keys() & has[name].keys()) - given_up - NOT_HYPER):
             wanted, found = _listed(given[name][key]), _listed(has[name][key])
             if wanted == found or wanted != wanted:
                 continue

@@ -55,6 +55,27 @@ def test_optstate_names_come_from_the_data(made: Made, tmp_path: Path) -> None:
                 assert np.array_equal(found.tensors[key], held[key].numpy())
 
 
+def test_optstate_says_how_an_optimizer_runs(
+    made: Made, tree: dict[str, Any], tmp_path: Path
+) -> None:
+    """OPTSTATE: loaders take a whole group from the file, and torch's SGD an absent `fused` for False."""
+    one = changed(
+        tree, tmp_path / "a.pt", lambda o: [g.update(foreach=False) for g in o["param_groups"]]
+    )
+    for name, path, wanted in (("one", one, (None, False)), ("sgd", made["sgd"], (None, None))):
+        dynadapt.convert(path, tmp_path / name / "0", "zero2:dp=2")
+        dynadapt.convert(tmp_path / name / "0", tmp_path / name / "1", "torch")
+        states = loads(tmp_path / name / "1" / "checkpoint.pt")["optimizer"]
+        members = [
+            {"params": [torch.zeros(1) for _ in g["params"]]} for g in states["param_groups"]
+        ]
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(members)
+        if name == "one":
+            optimizer = torch.optim.AdamW(members)
+        optimizer.load_state_dict(states)
+        assert {(g["fused"], g["foreach"]) for g in optimizer.param_groups} == {wanted}
+
+
 def test_optstate_of_unknown_optimizers_of_the_parameters_shape(
     tree: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -285,6 +306,37 @@ def test_resume_loss_scalers_keep_all_their_counts(made: Made, tmp_path: Path) -
     dynadapt.convert(made["zero2fp16"], tmp_path / "a", "universal")
     dynadapt.convert(tmp_path / "a", tmp_path / "b", "zero3:dp=3")
     assert dynadapt.open(tmp_path / "b").aux["scaler"].value["state"] == whole["state"]
+
+
+@pytest.mark.parametrize("others", [("torch",), ("accelerate", "zero0:dp=1"), ("trainer",)])
+def test_resume_loss_scalers_of_another_kind_grow_when_they_would_have(
+    made: Made, tmp_path: Path, others: tuple[str, ...]
+) -> None:
+    """RESUME B179: as a GradScaler's and back, and DeepSpeed unpickles what it is given."""
+    path, to = made["zero2fp16"], tmp_path / "zero3"
+    for number, other in enumerate((*others, "zero3:dp=2")):
+        last, path = path, to if other.startswith("zero3") else tmp_path / str(number)
+        report = dynadapt.convert(last, path, other)
+    assert [o.kind for o in report.outcomes if o.path == "scaler"][-1] == (
+        "exact" if "zero0:dp=1" in others else "derived"
+    )
+    grown = []
+    for folder in (made["zero2fp16"], to):
+        file = next(folder.rglob("*zero_pp_rank_0_mp_rank_00_optim_states.pt"))
+        states = torch.load(file, weights_only=False)
+        scaler = states.get("optimizer_state_dict", states)["loss_scaler"]
+        scales = []
+        for _ in range(2 * scaler.scale_window):
+            scaler.update_scale(overflow=False)
+            scales.append(scaler.cur_scale)
+        grown.append((scaler.cur_hysteresis, scales))
+    assert grown[0] == grown[1]
+    if others == ("torch",):
+        state = torch.load(next((tmp_path / "0").glob("*.pt")), weights_only=True)["scaler"]
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.load_state_dict(state)
+        left = scaler.get_growth_interval() - scaler._get_growth_tracker()
+        assert left == grown[0][1].index(2 * grown[0][1][0]) + 1
 
 
 def _kinds(state: dynadapt.TrainState) -> list[tuple[Any, ...]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dynadapt.adapters.checkpoints._loss_scales import as_deepspeed, is_deepspeeds
 from dynadapt.adapters.checkpoints._names import natural
 from dynadapt.adapters.checkpoints._pickle import Global, Opaque, Size, StoredTensor
 from dynadapt.adapters.checkpoints._repickle import tensor
@@ -27,12 +28,12 @@ __all__ = [
     "VERSION",
     "Model",
     "config_of",
-    "counted",
     "hypers",
     "joined",
     "loss_scaler",
     "model_tree",
     "scaler_fields",
+    "settled",
     "stage_enum",
     "weight",
 ]
@@ -168,46 +169,30 @@ _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 
 
 def loss_scaler(aux: Mapping[str, AuxItem]) -> Opaque:
-    """The `loss_scaler` object of stages 1 to 3: the source's, else one that multiplies by one."""
+    """The `loss_scaler` object of stages 1 to 3: the source's, else one that multiplies by one.
+
+    `aux` are items of `settled`.
+    """
     item = aux.get("scaler")
     if item is None:
         state: dict[str, Any] = {"cur_scale": 1.0, "dynamic": False}
         return Opaque(Global(_SCALERS, "LossScaler"), new=True, state=state)
-    made_by, state = item.value["class"], dict(item.value["state"])
-    if made_by == "LossScaleConfig":  # stage 0 has fields in place of an object
-        dynamic = bool(state.pop("dynamic_loss_scale", False))
-        made_by = "DynamicLossScaler" if dynamic else "LossScaler"
-        state = {**(_hysteresis(aux) if dynamic else {}), **state, "dynamic": dynamic}
-    if made_by == "DynamicLossScaler":
+    state = dict(item.value["state"])
+    if item.value["class"] == "DynamicLossScaler":
         state["dtype"] = Global("torch", "float16")
-    return Opaque(Global(_SCALERS, made_by), new=True, state=state)
-
-
-def _hysteresis(aux: Mapping[str, AuxItem]) -> dict[str, Any]:
-    """What a scaler of stages 1 to 3 has beyond one of stage 0, by the source's config."""
-    config = (aux["behaviour"].value if "behaviour" in aux else {}).get("config") or {}
-    section = config.get("fp16") or {}
-    delayed = int(section.get("hysteresis", 2))
-    return {
-        "min_scale": float(section.get("min_loss_scale", 1)),
-        "delayed_shift": delayed,
-        "cur_hysteresis": delayed,
-        "consecutive_hysteresis": bool(section.get("consecutive_hysteresis", False)),
-        "raise_error_at_min_scale": True,
-    }
+    return Opaque(Global(_SCALERS, item.value["class"]), new=True, state=state)
 
 
 def scaler_fields(aux: Mapping[str, AuxItem]) -> dict[str, Any]:
-    """The loss scaler as stage 0 keeps it: fields of its wrapper's state."""
+    """The loss scaler as stage 0 keeps it: fields of its wrapper's state. `aux` are items of `settled`."""
     item = aux.get("scaler")
     state = item.value["state"] if item is not None else {}
-    dynamic = bool(state.get("dynamic", state.get("dynamic_loss_scale", False)))
     found = {
-        "dynamic_loss_scale": dynamic,
+        "dynamic_loss_scale": bool(state.get("dynamic", False)),
         "cur_scale": float(state.get("cur_scale", 1.0)),
         "cur_iter": int(state.get("cur_iter", 0)),
     }
-    if dynamic:
+    if found["dynamic_loss_scale"]:
         usual = {"last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": 1000}
         found |= {name: state.get(name, value) for name, value in usual.items()}
     return found
@@ -245,22 +230,29 @@ def clipping(aux: Mapping[str, AuxItem]) -> dict[str, float]:
     return {"clip_grad": float(value)}
 
 
-def counted(
+def settled(
     aux: Mapping[str, AuxItem], scalars: Mapping[str, Mapping[str, int | float]]
 ) -> tuple[dict[str, AuxItem], tuple[Outcome, ...]]:
-    """Aux items with the steps that an engine counts, and what is to say if the source counts none.
+    """Aux items as an engine has them, and what is to say of those that it has otherwise.
 
-    Its optimizer's steps, then: an engine counts those too that it skipped, which nobody knows any more.
+    The steps that it counts are its optimizer's if the source counts none: an engine counts those too that
+    it skipped, which nobody knows any more. A loss scale is kept by DeepSpeed's own classes.
     """
+    found, told = dict(aux), []
     known = dict(aux["counters"].value) if "counters" in aux else {}
-    if "global_steps" in known:
-        return dict(aux), ()
-    steps = [int(own["step"]) for own in scalars.values() if "step" in own]
-    count = max(steps, default=0)
-    of = "the optimizer's" if steps else "none: the source has no counts and no steps"
-    item = AuxItem("counters", {**known, "global_steps": count})
-    note = f"global_steps is {count}, {of}"
-    return {**aux, "counters": item}, (Outcome("counters", "derived", note),)
+    if "global_steps" not in known:
+        steps = [int(own["step"]) for own in scalars.values() if "step" in own]
+        count = max(steps, default=0)
+        of = "the optimizer's" if steps else "none: the source has no counts and no steps"
+        found["counters"] = AuxItem("counters", {**known, "global_steps": count})
+        told.append(Outcome("counters", "derived", f"global_steps is {count}, {of}"))
+    if "scaler" in aux:
+        behaviour = aux["behaviour"].value if "behaviour" in aux else {}
+        found["scaler"] = as_deepspeed(aux["scaler"], behaviour.get("config") or {})
+        if not is_deepspeeds(aux["scaler"]):
+            note = f"the scale and its count of a {aux['scaler'].value['class']}, as DeepSpeed's"
+            told.append(Outcome("scaler", "derived", note))
+    return found, tuple(told)
 
 
 def weight(name: str) -> str:

@@ -145,7 +145,7 @@ class Writing:
         aux: Mapping[str, AuxItem],
     ) -> tuple[Outcome, ...]:
         """Write everything that is not a tensor's bytes; numbers that members of a flat now share."""
-        aux, counted = trees.counted(aux, scalars)
+        aux, told = trees.settled(aux, scalars)
         zero: dict[str, Any] = {"stage": self.stage}
         if "sub_group_size" in self.layout.options:
             zero["sub_group_size"] = self.layout.number("sub_group_size")
@@ -167,7 +167,7 @@ class Writing:
         for rank in range(self.ranks if sharded else 1):
             made.seal_torch(self.model_name(rank), model, self.x.crcs, none)
         made.write("latest", self.tag.encode())
-        return (*trees.joined(self.listed, scalars), *counted)
+        return (*trees.joined(self.listed, scalars), *told)
 
     def _base(
         self, scalars: Mapping[str, Mapping[str, int | float]], aux: Mapping[str, AuxItem]

@@ -91,7 +91,7 @@ class Writing0:
         aux: Mapping[str, AuxItem],
     ) -> tuple[Outcome, ...]:
         """Write everything that is not a tensor's bytes; numbers that members of a flat now share."""
-        aux, counted = trees.counted(aux, scalars)
+        aux, told = trees.settled(aux, scalars)
         config = trees.config_of(aux, self.model, {"stage": 0})
         values: dict[str, bytes] = {}
         base = self._base(scalars, aux, values)
@@ -119,7 +119,7 @@ class Writing0:
         )
         made.seal_torch(self.path, {**model, "optimizer": tree}, self.x.crcs, values)
         made.write("latest", self.path.partition("/")[0].encode())
-        return (*trees.joined(self.model.groups if self.fused else (), scalars), *counted)
+        return (*trees.joined(self.model.groups if self.fused else (), scalars), *told)
 
     def _base(
         self,

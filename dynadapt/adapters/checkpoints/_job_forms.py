@@ -16,11 +16,12 @@ from dynadapt.adapters.checkpoints._dcp_write import OPTIMIZER as OPTIMIZER_PART
 from dynadapt.adapters.checkpoints._dcp_write import Writing as ShardedWriting
 from dynadapt.adapters.checkpoints._deepspeed_files import outcomes_of
 from dynadapt.adapters.checkpoints._deepspeed_open import writing_of
+from dynadapt.adapters.checkpoints._loss_scales import as_grad_scaler
 from dynadapt.adapters.checkpoints._plain import Lifting, lowered, plain_part
 from dynadapt.adapters.checkpoints._safetensors import NAMES, header_of, whole_row
 from dynadapt.adapters.checkpoints._torch_file import read_torch
 from dynadapt.adapters.checkpoints._torch_state import PLAIN, StateDicts
-from dynadapt.adapters.checkpoints._torch_trees import StateTrees, scaler_state
+from dynadapt.adapters.checkpoints._torch_trees import StateTrees
 from dynadapt.errors import Finding, Refused
 from dynadapt.files import mapped
 from dynadapt.protocols import AuxItem, Described, Outcome
@@ -136,9 +137,9 @@ class Names:
                 note = f"Accelerate ticks it once a process: {was} a step before, {ranks} now"
             found["scheduler"] = Outcome("scheduler", "exact", note)
         if "scaler" in aux and scaler:
-            state, same = scaler_state(aux["scaler"])
+            state, same = as_grad_scaler(aux["scaler"])
             made.seal_torch(self.scaler, state, {})
-            note = "" if same else "its scale, as a GradScaler's"
+            note = "" if same else "its scale and count, as a GradScaler's"
             found["scaler"] = Outcome("scaler", "exact" if same else "derived", note)
         for path, item in aux.items():
             name = inside[path]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dynadapt.protocols import AuxItem, FileTarget
     from dynadapt.vps.keys import Key, KeySpec
 
-__all__ = ["EXTRA_PATH", "StateTrees", "scaler_state"]
+__all__ = ["EXTRA_PATH", "StateTrees"]
 
 EXTRA_PATH = "user/extra state of "
 """Aux items of modules' extra states are called so, and go into the module's state dict."""
@@ -117,18 +117,3 @@ class StateTrees(Parts):
             at += len(own)
         tree = {"state": state, "param_groups": groups}
         return tree if by_name else {**tree, NAMES: self.groups}
-
-
-def scaler_state(item: AuxItem) -> tuple[dict[str, Any], bool]:
-    """The state of a torch GradScaler, and whether the source's was one."""
-    state = item.value["state"]
-    if "growth_factor" in state:
-        return dict(state), True
-    fresh = {
-        "scale": float(item.value["scale"]),
-        "growth_factor": float(state.get("scale_factor", 2.0)),
-        "backoff_factor": 1 / float(state.get("scale_factor", 2.0)),
-        "growth_interval": int(state.get("scale_window", 2000)),
-        "_growth_tracker": 0,
-    }
-    return fresh, False

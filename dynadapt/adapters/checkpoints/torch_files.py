@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from dynadapt.adapters.checkpoints._format import Format
 from dynadapt.adapters.checkpoints._hf_index import broken_promises, weight_map
+from dynadapt.adapters.checkpoints._loss_scales import as_grad_scaler
 from dynadapt.adapters.checkpoints._making import Making
 from dynadapt.adapters.checkpoints._pickle import Opaque, StoredTensor
 from dynadapt.adapters.checkpoints._plain import Lifting, lowered, plain_part
 from dynadapt.adapters.checkpoints._torch_file import read_torch
 from dynadapt.adapters.checkpoints._torch_state import PLAIN, StateDicts
-from dynadapt.adapters.checkpoints._torch_trees import EXTRA_PATH, StateTrees, scaler_state
+from dynadapt.adapters.checkpoints._torch_trees import EXTRA_PATH, StateTrees
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import AuxItem, Described, FileSource, FileTarget, Outcome, alone
 
@@ -120,9 +121,9 @@ def _rest(
             if left := item.value.get("left"):
                 kind, note = "derived", f"all but {', '.join(left)}"
         elif path == "scaler":
-            tree["scaler"], same = scaler_state(item)
+            tree["scaler"], same = as_grad_scaler(item)
             if not same:
-                kind, note = "derived", "its scale, as a GradScaler's"
+                kind, note = "derived", "its scale and count, as a GradScaler's"
         elif path == "counters":
             tree |= {n: v for n, v in item.value.items() if n not in _RESERVED}
         elif path == "data":

@@ -131,10 +131,10 @@ class UniversalDir(Format):
             for path in (each for each in paths if each in made.frames):
                 for alias in model.by_key[Key(name, "param")].aliases:
                     made.also(path, path.replace(f"/zero/{name}/", f"/zero/{alias}/"))
-        counting, counted = trees.counted(aux, scalars)
-        self._common(x, scalars, counting)
+        own, told = trees.settled(aux, scalars)
+        self._common(x, scalars, own)
         made.write("latest_universal", tag.encode())
-        return (*outcomes_of(aux, "a universal checkpoint"), *counted)
+        return (*outcomes_of(aux, "a universal checkpoint"), *told)
 
     def _common(
         self,
