@@ -28,7 +28,6 @@ __all__ = [
     "FileBuffer",
     "check_sum",
     "forget",
-    "map_pages",
     "mapped",
     "raw_dtype",
     "start_writing",
@@ -96,22 +95,6 @@ def mapped(path: str) -> memoryview:
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_madvise = _libc.madvise
-_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_POPULATE_READ = 22
-
-
-def map_pages(array: NDArray[Any], start: int, nbytes: int) -> None:
-    """Map the pages under some bytes of an array over a file's map at once.
-
-    A fault for each few pages costs as much as reading them. Only a hint: kernels before 5.14 have no such
-    call.
-    """
-    at = array.__array_interface__["data"][0] + start
-    low = at & -mmap.PAGESIZE
-    _madvise(low, at + nbytes - low, _POPULATE_READ)
-
-
 _sync_file_range = getattr(_libc, "sync_file_range", None)  # Linux has it
 if _sync_file_range is not None:
     _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
@@ -144,7 +127,6 @@ def check_sum(data: memoryview, look: Callable[[], None] | None = None) -> int:
         if look is not None:
             look()
         part = array[at : at + _PIECE]
-        map_pages(part, 0, part.size)
         crc = crc32(part, crc)
     return crc
 

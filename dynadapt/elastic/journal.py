@@ -16,6 +16,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.errors import Finding, Refused
+from dynadapt.transport.certificate import VERSION
 from dynadapt.transport.progress import Progress
 from dynadapt.vps import wire
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Journal", "identity", "stamps_of"]
 
-VERSION = 2
+_FORM = 3
 
 
 def identity(
@@ -50,7 +51,7 @@ def identity(
     details = hashlib.sha256(json.dumps(told, default=str).encode())
     details.update(_where(source, own).encode())
     return {
-        "version": VERSION,
+        "version": [_FORM, VERSION],
         "source": str(source.resolve()),
         "files": {os.path.relpath(path, source): stamp for path, stamp in stamps.items()},
         "target": f"{x.format} {x.layout or ''}".strip(),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dynadapt.errors import DynadaptError, Finding, Refused
 from dynadapt.files import forget, unwritable
 from dynadapt.registry import adapter_for
+from dynadapt.transport.certificate import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -287,7 +288,7 @@ def _remove(path: Path) -> None:
 def write_manifest(folder: Path, x: FileTarget, prints: str, sums: Mapping[Key, int]) -> None:
     """Write down what a checkpoint is: its format, its layout, its fingerprint, the sum of each tensor."""
     manifest = {
-        "version": 1,
+        "version": VERSION,
         "format": x.format,
         "layout": str(x.layout) if x.layout else None,
         "fingerprint": prints,
@@ -304,13 +305,15 @@ class Recorded(NamedTuple):
 
 
 def read_manifest(path: Path) -> Recorded | None:
-    """What a checkpoint was when it was written; None if it was not written by dynadapt.
+    """What a checkpoint was when it was written; None if it was not by dynadapt, or has other sums.
 
     Raises `Refused` (`bad-file`).
     """
     folder = path if path.is_dir() else path.parent
     try:
         told: Any = json.loads((folder / MANIFEST).read_bytes())
+        if told["version"] != VERSION:
+            return None
         sums = {str(key): str(value) for key, value in told["sums"].items()}
         return Recorded(str(told["fingerprint"]), sums)
     except FileNotFoundError:

@@ -31,9 +31,9 @@ from dynadapt.elastic.deferred import gives_back, zero
 from dynadapt.elastic.gaps import gaps
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import Outcome, TrainState
-from dynadapt.transport.certificate import MASK
 from dynadapt.transport.executor import Moved, execute, staging_needed
 from dynadapt.transport.hashing import Wanted, hash_of
+from dynadapt.transport.weights import MASK
 from dynadapt.vps.keys import itemsize
 
 if TYPE_CHECKING:

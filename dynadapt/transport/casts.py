@@ -17,7 +17,7 @@ __all__ = ["CASTABLE", "cast", "same_values"]
 CASTABLE = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 
-_BLOCK = 1 << 18
+_BLOCK = 1 << 16
 """Elements rounded at a time: what is made of them stays in the cache."""
 
 
@@ -49,16 +49,17 @@ def cast(array: NDArray[Any], source: str, target: str) -> NDArray[Any]:
 def _to_bfloat16(array: NDArray[Any]) -> NDArray[np.uint16]:
     words = array.reshape(-1).view("<u4")
     found = np.empty(words.size, "<u2")
+    room = np.empty(min(words.size, _BLOCK), "<u4")
     for at in range(0, words.size, _BLOCK):
-        own = words[at : at + _BLOCK]
-        rounded = own >> np.uint32(16)
+        own, part = words[at : at + _BLOCK], found[at : at + _BLOCK]
+        rounded = np.right_shift(own, np.uint32(16), out=room[: own.size])
         rounded &= np.uint32(1)
         rounded += np.uint32(0x7FFF)
         rounded += own
-        found[at : at + _BLOCK] = rounded.view("<u2")[1::2]
+        np.copyto(part, rounded.view("<u2")[1::2])
         if np.isnan(own.view("<f4").max()):  # rounding could carry a NaN into an infinity
             odd = np.flatnonzero(np.isnan(own.view("<f4")))
-            found[at + odd] = (own[odd] >> np.uint32(16)).astype("<u2") | np.uint16(0x40)  # quiet
+            part[odd] = (own[odd] >> np.uint32(16)).astype("<u2") | np.uint16(0x40)  # quiet
     return found.reshape(array.shape)
 
 

@@ -2,142 +2,75 @@
 
 The hash of a key is the sum over its elements of (32-bit word x product over dims of an odd weight of
 (name, slot, dim, coordinate)), mod 2^64. A swapped or permuted pair changes it; it can be taken box by
-box in any layout and added. Elements narrower than 32 bits are one zero-extended word, wider ones are
-several words, each with an odd multiplier of its own. Weights come from two base-4096 digits of the
-coordinate through tables made by splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
-number generators", OOPSLA 2014).
+box in any layout and added. Words are signed numbers. Elements narrower than 32 bits are one word, wider
+ones are several, each with an odd multiplier of its own (`weights`).
+
+The products are taken as floats of 64 bits, which processors multiply and add by the vector. A weight is
+cut into limbs: 128 words of 32 bits times a limb of 16 (or words of 16 times limbs of 32) add up to an
+integer of at most 2**53, which floats have exactly, as all are signed; and signed words are what processors
+make floats of fastest.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import product
+from dataclasses import dataclass, replace
+from functools import lru_cache, reduce
+from itertools import pairwise, product
 from math import prod
 from threading import local
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dynadapt.transport.weights import (
+    MASK,
+    NONE,
+    Coords,
+    coords_of,
+    key_seed,
+    outer,
+    weights_of,
+    word_weights,
+)
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Mapping
 
     from numpy.typing import NDArray
 
     from dynadapt.vps.box import Box
     from dynadapt.vps.keys import Key, KeySpec
 
-__all__ = ["MASK", "fingerprint", "key_seed", "weighted_sum", "word_weights"]
+__all__ = ["ROOM", "VERSION", "fingerprint", "weighted_sum"]
 
-MASK = (1 << 64) - 1
-"""Sums are kept to 64 bits."""
+VERSION = 2
+"""Of the weights: sums of two versions cannot be compared."""
 
-_DIGIT = 12
-_BLOCK = 1 << 19
-"""Words hashed at a time: what is made of them stays in the cache."""
+_TERMS = 128
+"""Products that are added as floats, at most."""
 
-_NARROW = 1 << 17
-"""The same of words of 16 bits and less, which are hashed as floats of 64 bits."""
+_SHORT = 64
+"""Inner products shorter than this are made longer, by multiplying the weights of two dims."""
 
-_LONG = 1 << 14
-"""Coordinates of one dim whose weights are made at once, at most."""
+_BLOCK, _SLOTS = 1 << 17, 2
+"""Words made floats at a time, which stay in the cache, and how often before their memory is written again:
+a store to what was written a moment ago waits for it.
+"""
 
-_SHARED = 1024
-"""Weights that are made together: a tensor comes in pieces that follow one another."""
+_PRODUCT = 1 << 17
+"""Words in a product of matrices, at most: OpenBLAS multiplies small matrices as they are, and copies
+others.
+"""
 
-_HALF = np.uint64(32)
-_LIMBS = np.array([1 << 16 * i for i in range(4)], np.uint64)
+_SUMS = 1 << 13
+"""Sums of products that are weighted at a time."""
 
-_MANY = 8
-"""Rows from which on a product of matrices is worth it."""
+_MANY = 1 << 15
+"""Coordinates of the first dim whose weights are held at a time."""
 
-_SHORT, _SHORTEST, _LINE = 512, 64, 1 << 15
-"""Inner products shorter than this are made longer, by multiplying the weights of two dims: if that makes
-no more than so many weights, or if they are shorter than the second number."""
-
-
-def _splitmix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x ^= x >> np.uint64(30)
-    x *= np.uint64(0xBF58476D1CE4E5B9)
-    x ^= x >> np.uint64(27)
-    x *= np.uint64(0x94D049BB133111EB)
-    x ^= x >> np.uint64(31)
-    return x
-
-
-@lru_cache(maxsize=65536)
-def key_seed(name: str, slot: str) -> int:
-    """64 bits that stand for a key in its weights.
-
-    >>> key_seed("w", "param") != key_seed("w", "exp_avg")
-    True
-    """
-    data = f"{name}\x00{slot}".encode()
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
-
-
-def _table(seed: int, dim: int, digit: int, start: int, stop: int) -> NDArray[np.uint64]:
-    """Odd weights of the digit values `[start, stop)`."""
-    salt = (seed + (dim * 4 + digit + 1) * 0xD1342543DE82EF95) & MASK
-    values = np.arange(start, stop, dtype=np.uint64)
-    values *= np.uint64(0x9E3779B97F4A7C15)
-    values += np.uint64(salt)
-    values = _splitmix(values)
-    values |= np.uint64(1)
-    return values
-
-
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """Coordinates `[lo, hi)` of a dim, or such values of one of their digits."""
-
-    dim: int
-    lo: int
-    hi: int
-    digit: int | None = None
-
-
-def _spans(dim: int, lo: int, hi: int) -> Iterator[tuple[int, int, tuple[_Span, ...]]]:
-    """Coordinates `[lo, hi)` in stretches; a long one by its digits, whose weights are few."""
-    first, last = -(-lo >> _DIGIT), hi >> _DIGIT
-    start, stop = first << _DIGIT, last << _DIGIT
-    if hi - lo <= _LONG:
-        yield lo, hi, (_Span(dim, lo, hi),)
-        return
-    yield start, stop, (_Span(dim, first, last, 1), _Span(dim, 0, 1 << _DIGIT, 0))
-    if lo < start:
-        yield lo, start, (_Span(dim, lo, start),)
-    if stop < hi:
-        yield stop, hi, (_Span(dim, stop, hi),)
-
-
-def _weights(seed: int, span: _Span) -> NDArray[np.uint64]:
-    """Odd weights of a span: a view of what its neighbours share."""
-    if span.digit is not None:
-        return _table(seed, span.dim, span.digit, span.lo, span.hi)
-    start, stop = span.lo // _SHARED * _SHARED, -(-span.hi // _SHARED) * _SHARED
-    return _shared(seed, span.dim, start, stop)[span.lo - start : span.hi - start]
-
-
-@lru_cache(maxsize=32)
-def _shared(seed: int, dim: int, lo: int, hi: int) -> NDArray[np.uint64]:
-    """Odd weights of the coordinates `[lo, hi)` of one dim."""
-    high_lo, high_hi = lo >> _DIGIT, ((hi - 1) >> _DIGIT) + 1
-    high = _table(seed, dim, 1, high_lo, high_hi)
-    base = high_lo << _DIGIT
-    if high_hi - high_lo == 1:
-        return _table(seed, dim, 0, lo - base, hi - base) * high
-    low = _table(seed, dim, 0, 0, 1 << _DIGIT)
-    return _outer(high, low)[lo - base : hi - base]
-
-
-def word_weights(seed: int, count: int) -> NDArray[np.uint64]:
-    """Odd multipliers of the `count` 32-bit words of one element; the first is 1."""
-    weights = _table(seed, 63, 2, 0, count)
-    weights[0] = 1
-    return weights
+ROOM = 8 * (_BLOCK * _SLOTS + 2 * 4 * _SUMS + 4 * _MANY)
+"""Bytes that a thread takes for what it makes of words, and for weights, at most."""
 
 
 def weighted_sum(array: NDArray[Any], box: Box, key: Key) -> int:
@@ -158,126 +91,132 @@ def weighted_sum(array: NDArray[Any], box: Box, key: Key) -> int:
     if not box.volume:
         return 0
     seed, total = key_seed(key.name, key.slot), 0
-    if not box.ndim:
-        return int(_line(seed, (), array.itemsize)[0].apply(array.reshape(1))[0])
-    cells = (_spans(dim, *ends) for dim, ends in enumerate(zip(box.lo, box.hi, strict=True)))
+    words = _words(array if box.ndim else array.reshape(1))
+    cells = (coords_of(dim, *ends) for dim, ends in enumerate(zip(box.lo, box.hi, strict=True)))
     for cell in product(*map(tuple, cells)):
         index = tuple(slice(a - lo, b - lo) for (a, b, _), lo in zip(cell, box.lo, strict=True))
-        spans = tuple(span for _, _, own in cell for span in own)
-        shape = tuple(span.hi - span.lo for span in spans)
-        total += _sum(array[index].reshape(shape), spans, seed)
+        dims = tuple(part for _, _, own in cell for part in own) or (NONE,)
+        shape = tuple(map(len, dims))
+        total += _sum(words[index].reshape(*shape, words.shape[-1]), dims, seed, array.itemsize)
     return total & MASK
+
+
+def _words(array: NDArray[Any]) -> NDArray[Any]:
+    """An array's words as signed integers, those of an element along a dim more."""
+    size = array.itemsize
+    if size <= 4:
+        return array.view(f"i{size}")[..., None]
+    if array.strides[-1] != size:
+        array = np.ascontiguousarray(array)
+    return array.view("<i4").reshape(*array.shape, size // 4)
 
 
 class _Room(local):
     """Memory of a thread that is used again and again: new memory costs more than what is done in it."""
 
     def __init__(self) -> None:
-        self.wide = np.empty(_BLOCK, np.uint64)
-        self.floats = self.wide.view(np.float64)
-        self.own = np.empty(_BLOCK * 4, np.uint8)
+        self.floats = np.empty((_SLOTS, _BLOCK))
+        self.sums = np.empty(_SUMS * 4)
+        self.whole = np.empty(_SUMS * 4, np.int64)
 
 
 _room = _Room()
 
 
+@dataclass(frozen=True, slots=True)
 class _Line:
-    """Weights of the innermost dims, flattened, in the form in which they are applied fastest."""
+    """Weights of the innermost dims, flattened and cut into limbs: those of many stretches of them, that are
+    as long as one another, and of the rest.
+    """
 
-    __slots__ = ("_even", "_limbs", "_odd", "_size", "_weights")
+    many: NDArray[np.float64]
+    rest: NDArray[np.float64]
+    size: int
 
-    def __init__(self, weights: NDArray[np.uint64], size: int) -> None:
-        self._weights, self._size = weights, size
-        self._even: NDArray[np.uint64] | None = None
-        self._limbs: NDArray[np.float64] | None = None
-        if size == 4 and not weights.size % 2:
-            self._even = np.ascontiguousarray(weights[0::2])
-            self._odd = weights[1::2] - (self._even << np.uint64(32))
-        if size < 4 and weights.size <= _LINE:
-            self._limbs = weights.astype("<u8").view("<u2").reshape(-1, 4).astype(np.float64)
+    @classmethod
+    def of(cls, weights: NDArray[np.uint64], bits: int) -> _Line:
+        """A line of odd weights, in signed limbs of so many bits."""
+        size, count = weights.size, 64 // bits
+        limbs = np.empty((size, count))
+        for at in range(count):
+            limb = weights.astype(f"i{bits // 8}")  # the lowest bits
+            limbs[:, at] = limb
+            weights = (weights - limb.astype(np.uint64)) >> np.uint64(bits)
+        each = min(size, _TERMS)
+        cut = size // each * each
+        return cls(limbs[:cut].reshape(-1, each, count), limbs[cut:], size)
 
-    def times(self, weights: NDArray[np.uint64]) -> _Line:
-        """The same of one dim more."""
-        return _Line(_outer(weights, self._weights), self._size)
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Stretches, and limbs."""
+        return len(self.many) + bool(self.rest.size), self.rest.shape[1]
 
-    def __len__(self) -> int:
-        return self._weights.size
-
-    def apply(self, array: NDArray[Any]) -> NDArray[np.uint64]:
-        """Sums of the stretches of an array, row-major, that are as long as the weights.
-
-        Two 32-bit words are one 64-bit number `v = first + 2**32 * second`, so mod 2^64 the weights
-        `a` and `b` of the two are `v * a + (v >> 32) * (b - 2**32 * a)`, and nothing is widened.
-
-        Words of 16 bits and less are multiplied, as floats, by the four 16-bit limbs of each weight: a sum
-        of 2**15 such products is an integer below 2**53, which floats have exactly.
-        """
-        if not array.flags.c_contiguous:
-            own = _room.own[: array.nbytes].view(array.dtype).reshape(array.shape)
-            np.copyto(own, array)
-            array = own
-        flat = array.reshape(-1)
-        if self._even is not None and flat.view(np.uint64).flags.aligned:
-            pairs = flat.view(np.uint64).reshape(-1, self._even.size)
-            total = _dot(pairs, self._even)  # first: the shift would not wait for memory as well
-            second = _room.wide[: pairs.size].reshape(pairs.shape)
-            np.right_shift(pairs, _HALF, out=second)
-            total += _dot(second, self._odd)
-            return total
-        words = flat.view(f"u{self._size}").reshape(-1, self._weights.size)
-        if self._limbs is None or len(words) < _MANY:
-            wide = _room.wide[: words.size].reshape(words.shape)
-            np.copyto(wide, words)
-            return _dot(wide, self._weights)
-        floats = _room.floats[: words.size].reshape(words.shape)
-        np.copyto(floats, words)
-        found: NDArray[np.uint64] = (floats @ self._limbs).astype(np.uint64) @ _LIMBS
-        return found
+    def apply(self, words: NDArray[np.float64], sums: NDArray[np.float64]) -> None:
+        """Add up rows of words, each as long as the line, into `sums`, by stretch, row and limb."""
+        count, each, _ = self.many.shape
+        most = _PRODUCT // each
+        for at in range(0, len(words), most):
+            rows, into = words[at : at + most], sums[:, at : at + most]
+            cut = rows[:, : count * each].reshape(len(rows), count, each).transpose(1, 0, 2)
+            np.matmul(cut, self.many, out=into[:count])
+            if self.rest.size:
+                np.matmul(rows[:, count * each :], self.rest, out=into[count])
 
 
 @lru_cache(maxsize=8)
-def _line(seed: int, spans: tuple[_Span, ...], size: int) -> tuple[_Line, int]:
-    """The innermost dims, their weights multiplied, and how many of the `spans` are not among them."""
-    dims = [_weights(seed, span) for span in spans]
+def _line(seed: int, dims: tuple[Coords, ...], size: int) -> tuple[_Line, int]:
+    """The innermost dims, their weights multiplied, and how many of the `dims` are not among them."""
+    inner = [weights_of(seed, coords) for coords in dims]
     last = word_weights(seed, size // 4) if size > 4 else np.ones(1, np.uint64)
-    while dims and last.size < _SHORT:
-        if last.size >= _SHORTEST and last.size * dims[-1].size > _LINE:
-            break
-        last = _outer(dims.pop(), last)
-    return _Line(last, min(size, 4)), len(dims)
+    while inner and last.size < _SHORT:
+        last = outer(inner.pop(), last)
+    return _Line.of(last, 16 if size >= 4 else 32), len(inner)
 
 
-def _sum(array: NDArray[Any], spans: tuple[_Span, ...], seed: int) -> int:
-    """The hash of a box: cut along its first dims into blocks that fit the cache, and added."""
-    first, inner = _weights(seed, spans[0]), prod(array.shape[1:]) * max(array.itemsize // 4, 1)
+def _sum(words: NDArray[Any], dims: tuple[Coords, ...], seed: int, size: int) -> int:
+    """The hash of a box of words: cut along its first dims into blocks that fit the cache, and added."""
+    first, inner = dims[0], prod(words.shape[1:])
+    if len(first) > _MANY:
+        cuts = [*range(first.lo, first.hi, _MANY), first.hi]
+        parts = [replace(first, lo=lo, hi=hi) for lo, hi in pairwise(cuts)]
+        return sum(
+            _sum(words[p.lo - first.lo : p.hi - first.lo], (p, *dims[1:]), seed, size)
+            for p in parts
+        )
+    own = weights_of(seed, first)
     if inner > _BLOCK:
-        slabs = zip(first, array, strict=True)
-        return sum(int(w) * _sum(slab, spans[1:], seed) for w, slab in slabs) & MASK
-    line, left = _line(seed, spans[1:], array.itemsize)
-    short = not left and len(line) < _SHORT
-    outer = [_weights(seed, span) for span in spans[left:0:-1]]
-    rows = max((_BLOCK if array.itemsize >= 4 else _NARROW) // inner, 1)
-    total = 0
-    for at in range(0, array.shape[0], rows):
-        part, own = array[at : at + rows], first[at : at + rows]
-        if short:
-            total += int(line.times(own).apply(part)[0])
-            continue
-        sums = line.apply(part)
-        for weight in outer:
-            sums = sums.reshape(-1, weight.size) @ weight
-        total += int(sums @ own)
+        slabs = zip(own, words, strict=True)
+        return sum(int(w) * _sum(slab, dims[1:], seed, size) for w, slab in slabs) & MASK
+    line, left = _line(seed, dims[1:], size)
+    between = [weights_of(seed, coords) for coords in dims[1 : left + 1]]
+    each = inner // line.size  # lines of one coordinate of the first dim
+    most, total = max(_SUMS // (each * line.shape[0]), 1), 0
+    for at in range(0, len(words), most):
+        sums = _line_sums(words[at : at + most], line)
+        total += _weighted(sums, reduce(outer, between, own[at : at + most]))
     return total & MASK
 
 
-def _dot(rows: NDArray[np.uint64], weights: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    found: NDArray[np.uint64] = np.einsum("ij,j->i", rows, weights)
-    return found
+def _line_sums(words: NDArray[Any], line: _Line) -> NDArray[np.float64]:
+    """The sums of all lines, by stretch of the line, line and limb."""
+    inner = prod(words.shape[1:])
+    each, rows = inner // line.size, _BLOCK // inner
+    shape = line.shape[0], len(words) * each, line.shape[1]
+    sums = _room.sums[: prod(shape)].reshape(shape)
+    for number, at in enumerate(range(0, len(words), rows)):
+        part = words[at : at + rows]
+        floats = _room.floats[number % _SLOTS, : part.size]
+        np.copyto(floats.reshape(part.shape), part)
+        line.apply(floats.reshape(-1, line.size), sums[:, at * each : (at + len(part)) * each])
+    return sums
 
 
-def _outer(a: NDArray[np.uint64], b: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """All products, flat, those of one element of `a` side by side."""
-    return (a[:, None] * b[None, :]).reshape(-1)
+def _weighted(sums: NDArray[np.float64], weights: NDArray[np.uint64]) -> int:
+    """All lines' sums by their weights, the limbs put together."""
+    whole = _room.whole[: sums.size].reshape(sums.shape)
+    np.copyto(whole, sums, casting="unsafe")
+    found = weights @ np.add.reduce(whole, axis=0).view(np.uint64)
+    return sum(int(value) << 64 // len(found) * at for at, value in enumerate(found))
 
 
 def fingerprint(specs: Iterable[KeySpec], sums: Mapping[Key, int]) -> str:

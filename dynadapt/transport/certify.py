@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dynadapt.errors import Finding
-from dynadapt.transport.certificate import MASK, key_seed
 from dynadapt.transport.hashing import Wanted, acts_for, hash_of
 from dynadapt.transport.locate import LIMIT, Claim, Contest, Difference, first_differences
+from dynadapt.transport.weights import MASK, key_seed
 from dynadapt.vps.box import Box, atoms
 
 if TYPE_CHECKING:

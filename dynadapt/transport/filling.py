@@ -17,9 +17,10 @@ from dynadapt.errors import Finding, Refused
 from dynadapt.files import FileBuffer, raw_dtype, unwritable
 from dynadapt.files import write_at as _write
 from dynadapt.transport.casts import cast, same_values
-from dynadapt.transport.certificate import MASK, weighted_sum
+from dynadapt.transport.certificate import weighted_sum
 from dynadapt.transport.progress import TELL, Progress, Stopped
 from dynadapt.transport.sources import Sources, inside, view_of
+from dynadapt.transport.weights import MASK
 from dynadapt.vps.box import Box, row_major_strides
 from dynadapt.vps.keys import itemsize
 
@@ -102,12 +103,12 @@ class Writer:
                         if self._heard.is_set():
                             raise Stopped(buffer.path)
                         piece = self._piece(pair, box, buffer.dtype)
+                        total += weighted_sum(piece, box, row.key)
                         data = piece.reshape(-1).view(np.uint8).data
+                        crc = crc32(data, crc)
                         for i in range(0, len(data), WRITE):
                             part = data[i : i + WRITE]
                             _write(fd, part, buffer.offset + at * size + i)
-                        crc = crc32(data, crc)
-                        total += weighted_sum(piece, box, row.key)
                         at += box.volume
                         read += box.volume * itemsize(pair.source.dtype)
                         if at * size - begun >= EARLY:

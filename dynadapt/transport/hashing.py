@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from dynadapt.transport._torch import as_words, cast_into, dtype_name, torch_dtype
-from dynadapt.transport.certificate import MASK, weighted_sum
+from dynadapt.transport.certificate import ROOM, weighted_sum
+from dynadapt.transport.weights import MASK
 from dynadapt.vps.box import Box
-from dynadapt.vps.keys import itemsize
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -84,11 +84,6 @@ def _pieces(box: Box, limit: int) -> Iterator[Box]:
 def scratch_bytes(specs: Iterable[KeySpec]) -> int:
     """The most that `hash_of` holds at once beside the tensors, for keys like these.
 
-    Weights of the longest dim with their making, a block of words and its products (words narrower than
-    32 bits are widened), and for a cast the cast piece and a mark an element.
+    The room of a sum, and for a cast the cast piece and a mark an element.
     """
-    every = tuple(specs)
-    longest = max((max(spec.shape, default=1) for spec in every), default=0)
-    widened = any(itemsize(spec.dtype) < 4 for spec in every)
-    casts = any(spec.derived for spec in every)
-    return 3 * 8 * longest + (3 << 19 if widened else 1 << 20) + (PIECE * 6 if casts else 0)
+    return ROOM + (PIECE * 6 if any(spec.derived for spec in specs) else 0)

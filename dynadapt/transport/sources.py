@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dynadapt.files import MAPS, map_pages
+from dynadapt.files import MAPS
 from dynadapt.vps.box import Box, linear_index
 
 if TYPE_CHECKING:
@@ -28,9 +28,6 @@ PIECE = 3 << 20
 FEW = 64 << 10
 """Elements of a stretch from which on it is worth to be written alone."""
 
-MANY = 256 << 10
-"""Bytes of a view from which on its pages are mapped at once."""
-
 
 def view_of(array: NDArray[Any], row: Row, box: Box) -> NDArray[Any]:
     """The elements of `box` in a row over a 1-D array: a view."""
@@ -40,8 +37,6 @@ def view_of(array: NDArray[Any], row: Row, box: Box) -> NDArray[Any]:
     last = start + sum((n - 1) * s for n, s in zip(box.shape, row.strides, strict=True))
     if start < 0 or last >= array.size:
         raise ValueError(f"{row.key} {box} leaves its buffer")
-    if (last - start) * size >= MANY:
-        map_pages(array, start * size, (last + 1 - start) * size)
     found: NDArray[Any] = np.ndarray(box.shape, array.dtype, array, start * size, strides)
     found.flags.writeable = False
     return found

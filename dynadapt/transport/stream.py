@@ -13,13 +13,13 @@ from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, TypeVar
 
 from dynadapt.errors import Finding, Refused
-from dynadapt.transport.certificate import MASK
 from dynadapt.transport.filling import Writer
 from dynadapt.transport.forks import Forks
 from dynadapt.transport.progress import Progress
 from dynadapt.transport.read_back import Stretch
 from dynadapt.transport.sources import PIECE, Sources
 from dynadapt.transport.watch import Watch
+from dynadapt.transport.weights import MASK
 from dynadapt.vps.box import uncovered
 
 if TYPE_CHECKING:

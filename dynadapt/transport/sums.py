@@ -6,9 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from dynadapt.errors import Finding
-from dynadapt.transport.certificate import MASK, weighted_sum
+from dynadapt.transport.certificate import weighted_sum
 from dynadapt.transport.read_back import row_in_file
 from dynadapt.transport.sources import Sources, view_of
+from dynadapt.transport.weights import MASK
 from dynadapt.vps.box import Box, atoms
 
 if TYPE_CHECKING:

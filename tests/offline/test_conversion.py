@@ -20,7 +20,7 @@ from dynadapt import files
 from dynadapt.elastic import conversion
 from dynadapt.elastic.checkpoint import open_checkpoint
 from dynadapt.elastic.conversion import convert
-from dynadapt.elastic.place import MANIFEST, Place
+from dynadapt.elastic.place import MANIFEST, Place, read_manifest
 from dynadapt.elastic.selection import Selection
 from dynadapt.elastic.verification import verified
 from dynadapt.errors import DynadaptError, Refused
@@ -61,6 +61,8 @@ def test_shards_as_transformers_writes_them(tmp_path: Path) -> None:
     manifest = json.loads((tmp_path / "b" / MANIFEST).read_text())
     again = open_checkpoint(tmp_path / "b").fingerprint()
     assert report.fingerprint == manifest["fingerprint"] == again == source.fingerprint()
+    (tmp_path / "b" / MANIFEST).write_text(json.dumps(manifest | {"version": 1}))
+    assert read_manifest(tmp_path / "b") is None  # its sums are of another kind
 
 
 def test_a_part_under_other_names(tmp_path: Path) -> None:
