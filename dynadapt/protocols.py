@@ -336,9 +336,12 @@ def watched(agree: Agree, work: Callable[[], None]) -> None:
 
 @runtime_checkable
 class Adapter(Protocol):
-    """How one framework's state is read and written. Five methods, called in this order.
+    """How the state of one framework, or of one checkpoint format, is read and written.
 
-    All ranks of x's world call each of them. `x` is a `TrainState` (live) or a path (files).
+    Five methods, called in this order, by all ranks of x's world. `x` is a `TrainState`; of files it is a
+    path or a `FileSource` to be read, or a `FileTarget` to be written. A class that is found by an entry
+    point, or given to `registry.register`, also has a static method `accepts(x) -> bool`:
+    docs/write-an-adapter.md.
     """
 
     name: str

@@ -3,6 +3,9 @@
 Resolution, in order: (1) what `register` was given, (2) the entry points of group `dynadapt.adapters`,
 sorted by name, (3) the built-ins, the most specific first: a third party's engine may be a module, which
 a built-in would take. The first whose test accepts the object has it. No two may have one name.
+
+What an adapter is, of a framework or of a checkpoint format, is `protocols.Adapter`; how one is written and
+plugged in, docs/write-an-adapter.md.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from dynadapt.errors import DynadaptError
 from dynadapt.protocols import Adapter, FileTarget, TrainState, modules_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 __all__ = ["GROUP", "Entry", "adapter_for", "entries", "format_names", "register"]
 
@@ -127,8 +130,9 @@ _registered: dict[str, Adapter] = {}
 def register(adapter: Adapter) -> None:
     """Make an adapter known to this process, for code that is not installed as a package.
 
-    Its class has `accepts(x) -> bool` beside F4's methods. Raises `DynadaptError` (`adapter-clash`) if
-    the name is taken by a built-in or an entry point; registering a name again replaces it.
+    Its class has `accepts(x) -> bool` beside the methods of `protocols.Adapter`. Raises `DynadaptError`
+    (`adapter-clash`) if the name is taken by a built-in or an entry point; registering a name again
+    replaces it.
     """
     if any(entry.name == adapter.name for entry in entries()):
         raise DynadaptError(f"adapter name {adapter.name!r} is taken", reason="adapter-clash")
@@ -158,35 +162,45 @@ def entries() -> tuple[Entry, ...]:
 
 
 def format_names() -> tuple[str, ...]:
-    """The names of the checkpoint formats."""
-    return tuple(entry.name for entry in _FORMATS)
+    """The names of the checkpoint formats, those of other packages too."""
+    others = (each for each in _others([]) if _accepts(each, FileTarget("", each.name)))
+    return (*(entry.name for entry in _FORMATS), *(each.name for each in others))
 
 
-def adapter_for(x: Any) -> Adapter:
-    """The adapter that reads `x`; raises `DynadaptError` (`no-adapter`) naming what was tried.
-
-    A third party's adapter class has `accepts(x) -> bool`, a static method, beside F4's methods.
-    """
-    for adapter in _registered.values():
-        if adapter.accepts(x):  # type: ignore[attr-defined]
-            return adapter
-    broken: list[str] = []
+def _others(broken: list[str]) -> Iterator[Adapter]:
+    """The adapters of others, each made when it is asked for; `broken` is told why one cannot be had."""
+    yield from _registered.values()
     for entry in entries()[len(_BUILT_IN) + len(_FORMATS) :]:
         try:
             adapter = entry.load()
         except Exception as error:  # it must not keep the built-ins from their own objects
             known = isinstance(error, DynadaptError)
             broken.append(str(error) if known else f"adapter {entry.name!r}: {error!r}")
-            continue
-        accepts = getattr(adapter, "accepts", None)
-        if accepts is not None and accepts(x):
+        else:
+            yield adapter
+
+
+def _accepts(adapter: Adapter, x: Any) -> bool:
+    accepts = getattr(adapter, "accepts", None)
+    return accepts is not None and bool(accepts(x))
+
+
+def adapter_for(x: Any) -> Adapter:
+    """The adapter that reads `x`; raises `DynadaptError` (`no-adapter`) naming what was tried.
+
+    `x` is a `TrainState`, a path or `FileSource`, or a `FileTarget` by its `format`. The class of a third
+    party's adapter has `accepts(x) -> bool`, a static method, beside the methods of `protocols.Adapter`.
+    """
+    broken: list[str] = []
+    for adapter in _others(broken):
+        if _accepts(adapter, x):
             return adapter
     if isinstance(x, FileTarget | str) or hasattr(x, "__fspath__"):
         for entry in _FORMATS:
             adapter = entry.load()
-            if adapter.accepts(x):  # type: ignore[attr-defined]
+            if _accepts(adapter, x):
                 return adapter
-        raise DynadaptError(_unknown_format(x), reason="no-adapter")
+        raise DynadaptError("; ".join([_unknown_format(x), *broken]), reason="no-adapter")
     for entry in _BUILT_IN:
         if entry.accepts is not None and entry.accepts(x):
             return entry.load()
@@ -218,5 +232,5 @@ def _hint(path: Path) -> str:
         text = f"; its `latest` names {tag!r}, which is no folder in it"
     formats = [entry.load() for entry in _FORMATS]
     inside = sorted(p for p in path.iterdir() if p.is_dir())[:1000]
-    found = [p.name for p in inside if any(f.accepts(str(p)) for f in formats)]  # type: ignore[attr-defined]
+    found = [p.name for p in inside if any(_accepts(f, str(p)) for f in formats)]
     return f"{text}; give one of its folders: {', '.join(found[-5:])}" if found else text

@@ -339,8 +339,8 @@ def _verify(
         back = open_checkpoint(path)
         known = known_rows()
     have, drifted = back.sums(threads=effort.threads, known=known)
-    findings = [*back.problems(), *drifted]
     fix = "the disk or this program is at fault; the source is intact"
+    findings = [*back.problems(), *(replace(each, fix=fix) for each in drifted)]
     for spec in sorted(kept, key=lambda s: s.key):
         key, found = spec.key, back.layout.by_name.get(spec.key)
         if sums.get(key, 0) != have.get(key, 0):

@@ -363,7 +363,7 @@ def _inexact(move: Move, source: torch.dtype, target: torch.dtype) -> Finding:
         "narrowing",
         f"{move.key} {move.box}",
         f"its {source} values are not exact in {target}",
-        "keep the dtype in the target, or let narrow be 'allow'",
+        "keep the dtype in the target, or let narrow be 'allow' (of save: dtype=)",
     )
 
 

@@ -200,7 +200,7 @@ class Writer:
             and not _exact(array, found, kind, dtype)
         ):
             cause = f"{kind} would lose bits as {dtype}"
-            fix = "keep the dtype, or ask for one by --dtype (`dtype=` in Python)"
+            fix = f"ask for it by --dtype (dtype=), or write a format that keeps {kind}"
             raise Refused([Finding("narrowing", f"{pair.target.key} {box}", cause, fix)])
         if narrows and not rounds and (lost := _overflown(array, found, kind, dtype)):
             cause = f"{lost:,} values of {kind} would be infinite as {dtype}"

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["key_sums"]
 
+_FIX = "copy them again; if they are as they were saved, convert takes the first one's"
+
 
 def key_sums(
     layout: RowLayout,
@@ -57,7 +59,7 @@ def key_sums(
                 here, there = (told.get(e, str(e)) for e in (endpoint, other))
                 where = f"{key} {row.box}"
                 cause = f"replicas differ: {there} and {here}"
-                drifted.append(Finding("replicas-differ", where, cause))
+                drifted.append(Finding("replicas-differ", where, cause, _FIX))
         if sum(box.volume for box in first) <= spec.numel:
             total = sum(value for _, value in first.values())
         else:  # boxes that overlap in part: every element counts once

@@ -275,7 +275,7 @@ def test_a_part_that_is_gone_is_named(jobs: Any, tmp_path: Path) -> None:
 
 def test_replicas_that_differ_are_told(jobs: Any, tmp_path: Path) -> None:
     """TPPP B104, REPL B129: what is not cut is on all ranks; one that drifted is not taken for the others."""
-    folder, _ = jobs
+    folder, told = jobs
     shutil.copytree(folder / "tp fused, fp32", tmp_path / "a")
     path = tmp_path / "a" / "t" / "zero_pp_rank_0_mp_rank_01_optim_states.pt"
     states = torch.load(path, weights_only=False)
@@ -286,3 +286,8 @@ def test_replicas_that_differ_are_told(jobs: Any, tmp_path: Path) -> None:
         dynadapt.open(tmp_path / "a").fingerprint()
     assert caught.value.reason == "replicas-differ"
     assert "embed.weight" in caught.value.findings[0].where
+    assert "convert takes the first one's" in caught.value.findings[0].fix
+    report = dynadapt.convert(tmp_path / "a", tmp_path / "b", "universal")
+    assert (
+        report.fingerprint == told["tp fused, fp32"]["fingerprint"]
+    )  # the second rank's was changed

@@ -260,3 +260,18 @@ def test_a_schedule_goes_on_where_a_checkpoint_left_it(tmp_path: Path) -> None:
     told = next(o for o in report.outcomes if o.path == "scheduler")
     assert told.kind == "dropped"
     assert "base_lrs, gamma, last_epoch, step_size, the target's is a Exp" in told.note
+
+
+@pytest.mark.parametrize("to", ["universal", "zero2:dp=2"])
+def test_what_a_format_would_round_is_asked_for(tmp_path: Path, to: str) -> None:
+    """Formats whose masters are fp32: refused, until `dtype` says so; others keep what there is."""
+    weights = {"w": np.array([1 / 3, 2.0]), "v": np.ones(3, "f4")}
+    save_file(weights, tmp_path / "x.safetensors")
+    with pytest.raises(Refused, match="ask for it by --dtype") as refused:
+        dynadapt.convert(tmp_path / "x.safetensors", tmp_path / "y", to, order=["w", "v"])
+    assert refused.value.reason == "narrowing"
+    words = {"order": ["w", "v"], "dtype": "float32"}
+    dynadapt.convert(tmp_path / "x.safetensors", tmp_path / "y", to, **words)
+    assert dynadapt.open(tmp_path / "y").tensors["w"][0] == np.float32(1 / 3)
+    dynadapt.convert(tmp_path / "x.safetensors", tmp_path / "z", "torch")
+    assert dynadapt.open(tmp_path / "z").tensors["w"][0] == 1 / 3
