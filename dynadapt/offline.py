@@ -269,17 +269,19 @@ def _wanted(
 ) -> tuple[FileTarget, Selection]:
     """The target that arguments mean, and what of the source goes there."""
     known_order, known_groups = tuple(order), tuple(map(tuple, groups))
+    frozen: tuple[str, ...] = ()
     if like is not None:
-        text, its_order, its_groups = arrangement.like(like)
-        to = to or text
-        known_order, known_groups = known_order or its_order, known_groups or its_groups
+        its = arrangement.like(like)
+        to = to or its.written
+        frozen = () if known_groups else its.frozen
+        known_order, known_groups = known_order or its.order, known_groups or its.groups
     if to is None:
         fix = "say a format or a layout, or a checkpoint that it is to be like"
         raise Refused([Finding("bad-argument", "to", "nothing says what is wanted", fix)])
     wanted = proved(target_of(os.fspath(dst), to, options))
     if wanted.format == "safetensors":
         selection = replace(selection, weights_only=True)
-    return replace(wanted, order=known_order, groups=known_groups), selection
+    return replace(wanted, order=known_order, groups=known_groups, frozen=frozen), selection
 
 
 def diff(

@@ -227,7 +227,8 @@ class FileTarget:
     """A checkpoint to be written: a folder that is there and empty, its format and layout.
 
     `layout` is None for formats that have none. `order` lists all parameter names as the model has
-    them, `groups` the optimizer's, where the source does not say. `options` are the format's own.
+    them, `groups` the optimizer's and `frozen` what none has, where the source does not say. `options` are
+    the format's own.
     `crcs` are CRC-32 sums by buffer of what was written, where whoever wrote it has taken them. Of a
     `dry` one the files are laid out and not made: for a plan, or because another process makes them.
     """
@@ -237,6 +238,7 @@ class FileTarget:
     layout: LayoutSpec | None = None
     order: tuple[str, ...] = ()
     groups: tuple[tuple[str, ...], ...] = ()
+    frozen: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     crcs: dict[str, int] = field(default_factory=dict)
     dry: bool = False

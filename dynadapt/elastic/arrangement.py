@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import FileSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
     from pathlib import Path
 
     from torch import nn
@@ -153,8 +153,17 @@ def source_of(
     return found.path if found == FileSource(found.path) else found
 
 
-def like(found: Checkpoint) -> tuple[str, tuple[str, ...], Groups]:
-    """What asks for a checkpoint's own format and layout, its order and its groups.
+class Like(NamedTuple):
+    """What asks for a checkpoint's own format and layout, its order, its groups, and what is in none."""
+
+    written: str
+    order: tuple[str, ...]
+    groups: Groups
+    frozen: tuple[str, ...]
+
+
+def like(found: Checkpoint) -> Like:
+    """What a checkpoint says of another of the same model.
 
     Raises `Refused` (`bad-spec`) for a format that is read only.
     """
@@ -164,7 +173,8 @@ def like(found: Checkpoint) -> tuple[str, tuple[str, ...], Groups]:
         raise Refused([Finding("bad-spec", found.path, cause, "say --to")])
     params = [spec for spec in own.specs if spec.key.slot == "param"]
     order = [s.key.name for s in sorted(params, key=lambda s: s.order)] if own.ordered else []
-    return own.written, tuple(order), _of_item(_item(own, "param_groups"))
+    frozen = tuple(s.key.name for s in params if not s.trainable)
+    return Like(own.written, tuple(order), _of_item(_item(own, "param_groups")), frozen)
 
 
 def check_names(
@@ -215,7 +225,8 @@ def arranged(own: Described, target: FileTarget, source: str) -> tuple[Described
         raise Refused(findings)
     aux = tuple(item if item is not None and x.path == item.path else x for x in own.aux)
     place = {name: i for i, name in enumerate(target.order)}
-    specs = tuple(_placed(spec, place) for spec in own.specs)
+    frozen = frozenset(target.frozen if item is None else ())
+    specs = tuple(_frozen(_placed(spec, place), frozen) for spec in own.specs)
     return replace(own, specs=specs, aux=aux), replace(target, groups=groups)
 
 
@@ -261,6 +272,14 @@ def _as_configured(own: Described, target: FileTarget) -> FileTarget:
 def _placed(spec: KeySpec, place: Mapping[str, int]) -> KeySpec:
     at = [place[name] for name in (spec.key.name, *spec.aliases) if name in place]
     return replace(spec, order=min(at)) if at else spec
+
+
+def _frozen(spec: KeySpec, frozen: Collection[str]) -> KeySpec:
+    """Where a source without an optimizer does not say what is trained."""
+    is_frozen = spec.kind == "parameter" and any(
+        n in frozen for n in (spec.key.name, *spec.aliases)
+    )
+    return replace(spec, trainable=False) if is_frozen else spec
 
 
 def _unordered(own: Described, target: FileTarget, kind: str, source: str) -> Iterable[Finding]:

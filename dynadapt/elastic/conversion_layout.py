@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from dynadapt.elastic.arrangement import arranged
 from dynadapt.elastic.checkpoint import layout_of
-from dynadapt.errors import Refused
+from dynadapt.errors import Finding, Refused
 from dynadapt.registry import adapter_for
 from dynadapt.transport.match import match
 from dynadapt.transport.plan import Options, Pair
@@ -32,6 +33,14 @@ def chosen_of(
     if problems:
         raise Refused(problems)
     own = source.own if selection is None else selection.of(source.own)
+    names = {name for spec in own.specs for name in (spec.key.name, *spec.aliases)}
+    idle = [
+        Finding("no-match", glob, "is to keep a dtype, and matches no tensor")
+        for glob in target.options.get("keep_dtype", ())
+        if not any(fnmatchcase(name, glob) for name in names)
+    ]
+    if idle:
+        raise Refused(idle)
     own, target = arranged(own, target, source.path)
     return own, target, layout_of(own)
 

@@ -47,7 +47,8 @@ def identity(
     end, as it then is.
     """
     chosen = [None if selection is None else asdict(selection), narrow]
-    told = [x.format, str(x.layout), x.order, x.groups, sorted(x.options.items()), chosen]
+    said = (x.order, x.groups, x.frozen)
+    told = [x.format, str(x.layout), *said, sorted(x.options.items()), chosen]
     details = hashlib.sha256(json.dumps(told, default=str).encode())
     details.update(_where(source, own).encode())
     return {

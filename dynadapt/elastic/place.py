@@ -63,6 +63,7 @@ class Place:
     found: bool = False
     _lock: int = -1
     _replaced: bool = False
+    _parents: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
         if self.path.name in {"", ".."}:  # `.`, too: what lies beside it needs its name
@@ -95,6 +96,7 @@ class Place:
         somebody else made what has a name that is needed; `target-busy`, `unwritable-file`).
         """
         self._free()
+        self._parents = tuple(p for p in self.path.parents if not os.path.lexists(p))
         both = os.path.lexists(self.old) and os.path.lexists(self.path)
         if both and not self._is_replaced():
             raise Refused([_another(self.old)])
@@ -127,8 +129,8 @@ class Place:
         if os.path.lexists(self.path) and not self.force:  # a link that leads nowhere, too
             cause, fix = "is there already", "choose another place, or replace it with --force"
             raise Refused([Finding("target-exists", str(self.path), cause, fix)])
-        if self.force and _foreign(self.path):
-            cause = "is a folder with something else than a checkpoint in it, which --force would remove"
+        if self.force and (what := _foreign(self.path)):
+            cause = f"{what}, which --force would remove"
             fix = "choose another place, or remove it yourself"
             raise Refused([Finding("target-exists", str(self.path), cause, fix)])
 
@@ -205,6 +207,9 @@ class Place:
             if self._replaced and os.path.lexists(self.old):
                 self.old.rename(self.path)
         self._drop()
+        with suppress(OSError):  # not empty: somebody else has put something there meanwhile
+            for folder in self._parents:
+                folder.rmdir()
 
     def sweep(self) -> None:
         """Remove what another process has left that is gone; one that lives has the lock."""
@@ -267,15 +272,27 @@ def _another(path: Path) -> Finding:
     return Finding("target-exists", str(path), cause, "move it away, or choose another place")
 
 
-def _foreign(path: Path) -> bool:
-    """Whether a folder is neither empty nor a checkpoint, whole or not: a home, or a folder of several."""
-    if path.is_symlink() or not path.is_dir() or (path / MANIFEST).exists():
-        return False
+def _foreign(path: Path) -> str:
+    """What somebody would miss: not one checkpoint, whole or not, an empty folder or a link; or nothing."""
+    if path.is_symlink() or not path.exists():
+        return ""
+    kind = _kind(path)
+    if not path.is_dir():
+        return "" if kind else "is a file, and no checkpoint"
+    several = [each.name for each in path.iterdir() if each.is_dir() and kind == _kind(each)]
+    if kind and len(several) > 1:
+        return f"has several checkpoints in it ({', '.join(sorted(several)[:4])})"
+    if kind or (path / MANIFEST).exists() or not any(path.iterdir()):
+        return ""
+    return "is a folder with something else than a checkpoint in it"
+
+
+def _kind(path: Path) -> str:
+    """The format of a checkpoint; nothing, if it is none."""
     try:
-        adapter_for(str(path))
+        return adapter_for(str(path)).name
     except DynadaptError:
-        return any(path.iterdir())
-    return False
+        return ""
 
 
 def _remove(path: Path) -> None:

@@ -53,7 +53,8 @@ class Selection:
     def of(self, own: Described) -> Described:
         """The description of what is meant, over the same buffers.
 
-        Raises `Refused`: `no-match`, and `duplicate-name` for two tensors that would get one name.
+        Raises `Refused`: `no-match`, `duplicate-name` for two tensors that would get one name, and
+        `bad-argument` for one that would have none.
         """
         specs: list[KeySpec] = []
         renamed: dict[Key, Key] = {}
@@ -81,6 +82,14 @@ class Selection:
             for glob in (*self.include, *self.exclude)
             if not any(fnmatchcase(name, glob) for name in known)
         ]
+        if self.strip_prefix and not any(n.startswith(self.strip_prefix) for n in known):
+            findings.append(Finding("no-match", self.strip_prefix, "is the prefix of no tensor"))
+        if self.strip_prefix in known and self.name(self.strip_prefix) == "":
+            cause, fix = "would have no name left", "take off a shorter prefix"
+            findings.append(Finding("bad-argument", self.strip_prefix, cause, fix))
+        if own.specs and not specs and not findings:
+            cause, fix = "nothing of the source is left", "exclude less"
+            findings.append(Finding("no-match", "the selection", cause, fix))
         if findings:
             raise Refused(findings)
         files = {

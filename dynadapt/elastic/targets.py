@@ -21,6 +21,9 @@ __all__ = ["file_options", "proved", "target_of"]
 _DEFAULT = dict.fromkeys(("zero0", "zero1", "zero2", "zero3"), "deepspeed")
 """The format of a kind of layout, where none is named."""
 
+_WHOLE = {"safetensors", "torch", "universal"}
+"""Formats that are the same for any number of ranks."""
+
 
 def target_of(path: str | Path, spec: str, options: Mapping[str, Any] | None = None) -> FileTarget:
     """A target from text: `universal`, `zero3:dp=4`, or `deepspeed/zero3:dp=4`.
@@ -46,6 +49,9 @@ def target_of(path: str | Path, spec: str, options: Mapping[str, Any] | None = N
         cause = f"no format is called {named!r}" if named else f"{layout.kind} needs a format"
         fix = f"known: {', '.join(known)}; write FORMAT/{layout.kind}:..."
         raise Refused([Finding("bad-spec", text, cause, fix)])
+    if named in _WHOLE:
+        cause = f"{named} is the same for any number of ranks, and has no layout"
+        raise Refused([Finding("bad-spec", text, cause, f"write {named}")])
     return FileTarget(str(path), named, layout, options=dict(options or {}))
 
 

@@ -172,6 +172,10 @@ def test_like_another_checkpoint(ranks2: Pool, tmp_path: Path) -> None:
     gone = ranks2.run(load_deepspeed, "zero3-bf16", c, 2, {})
     for rank in range(2):
         assert gone[rank]["losses"] == stayed[rank]["losses"]
+    offline.convert(a, tmp_path / "weights", "safetensors")  # which do not say what is trained
+    offline.convert(tmp_path / "weights", tmp_path / "d", like=b)
+    assert like(offline.open(tmp_path / "d")).frozen == like(offline.open(b)).frozen
+    assert like(offline.open(b)).frozen == ("frozen.weight",)
 
 
 @pytest.mark.parametrize("to", ["universal", "zero3:dp=3", "zero2:dp=4", "safetensors"])

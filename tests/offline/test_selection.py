@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -175,19 +176,32 @@ def test_safetensors_are_as_strict_as_their_own_loader(
 @pytest.mark.parametrize(
     ("to", "options", "told"),
     [
+        ("torch/zero3:dp=2", {}, "has no layout"),
+        ("torch", {"max_memory": 1}, "allow at least"),
+        ("torch", {"strip_prefix": "model."}, "the prefix of no tensor"),
+        ("torch", {"strip_prefix": "w"}, "no name left"),
+        ("safetensors", {"dtype": "bf16", "keep_dtype": ("v*",)}, "matches no tensor"),
+        ("safetensors", {"include": ("w",), "exclude": ("w",)}, "nothing of the source is left"),
         ("zero3:dp=2", {"dtype": "bf16"}, "masters of zero3:dp=2 are float32"),
         ("universal", {"dtype": "fp16"}, "masters of universal are float32"),
         ("accelerate/zero1:dp=2", {"dtype": "bf16"}, "zero1:dp=2 are float32"),
         ("safetensors", {"keep_dtype": ("w",)}, "and there is none"),
     ],
 )
-def test_an_option_that_would_do_nothing_is_refused(
+def test_an_option_that_would_do_nothing_is_refused_and_leaves_nothing(
     tmp_path: Path, to: str, options: dict[str, Any], told: str
 ) -> None:
     save_file({"w": np.ones(3, "f4")}, tmp_path / "x.safetensors")
     with pytest.raises(Refused, match=told) as refused:
-        dynadapt.convert(tmp_path / "x.safetensors", tmp_path / "y", to, order=("w",), **options)
-    assert refused.value.reason == "bad-argument"
+        dynadapt.convert(tmp_path / "x.safetensors", tmp_path / "y" / "z", to, **options)
+    assert refused.value.reason in {"bad-argument", "bad-spec", "no-match", "max-memory"}
+    assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
+
+
+def test_a_tied_tensor_keeps_its_dtype_by_any_of_its_names(tied: Path, tmp_path: Path) -> None:
+    dynadapt.convert(tied, tmp_path / "y", "torch", dtype="bf16", keep_dtype=("head.*",))
+    found = {str(s.key): s.dtype for s in dynadapt.open(tmp_path / "y").keys}
+    assert (found["embed.weight/param"], found["up.weight/param"]) == ("float32", "bfloat16")
 
 
 def test_force_replaces_checkpoints_and_nothing_else(tmp_path: Path) -> None:
@@ -198,6 +212,19 @@ def test_force_replaces_checkpoints_and_nothing_else(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="something else than a checkpoint"):
         dynadapt.convert(tmp_path / "x.safetensors", tmp_path / "home", "safetensors", force=True)
     assert [p.name for p in (tmp_path / "home").iterdir()] == ["thesis.tex"]
+    thesis = tmp_path / "home" / "thesis.tex"
+    with pytest.raises(Refused, match="a file, and no checkpoint"):
+        dynadapt.convert(tmp_path / "x.safetensors", thesis, "safetensors", force=True)
+    assert thesis.is_file()
+    several = tmp_path / "several"
+    for tag in ("iter1", "iter2"):
+        dynadapt.convert(tmp_path / "x.safetensors", tmp_path / tag, "zero2:dp=1", order=("w",))
+        shutil.copytree(tmp_path / tag, several, dirs_exist_ok=True)
+        (several / "dynadapt").rename(several / tag)
+        (several / "latest").write_text(tag)
+    with pytest.raises(Refused, match=r"several checkpoints in it \(iter1, iter2\)"):
+        dynadapt.convert(tmp_path / "x.safetensors", several, "safetensors", force=True)
+    assert (several / "iter1").is_dir()
     for name in ("empty", "empty"):
         dynadapt.convert(tmp_path / "x.safetensors", tmp_path / name, "safetensors", force=True)
     assert dynadapt.open(tmp_path / "empty").problems() == ()

@@ -94,9 +94,10 @@ def leaves(path: str) -> bool:
 
 
 def as_asked(spec: KeySpec, options: Mapping[str, Any]) -> KeySpec:
-    """With `options["dtype"]`, floats have that dtype, but for names that match `keep_dtype`."""
+    """With `options["dtype"]`, floats have that dtype, but for what has a name that matches `keep_dtype`."""
     dtype = options.get("dtype")
-    kept = any(fnmatchcase(spec.key.name, glob) for glob in options.get("keep_dtype", ()))
+    names = (spec.key.name, *spec.aliases)
+    kept = any(fnmatchcase(name, glob) for glob in options.get("keep_dtype", ()) for name in names)
     if dtype is None or kept or spec.dtype not in {"float16", "bfloat16", "float32", "float64"}:
         return spec
     return replace(spec, dtype=dtype)
