@@ -24,7 +24,6 @@ from dynadapt.elastic.place import Place, write_manifest
 from dynadapt.elastic.ranks import Ranks, shares
 from dynadapt.errors import Finding, Refused
 from dynadapt.files import to_disk, unwritable
-from dynadapt.protocols import FileTarget, Outcome
 from dynadapt.transport.certificate import fingerprint
 from dynadapt.transport.forks import ForkLost
 from dynadapt.transport.progress import Progress, Stopped
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     from dynadapt.elastic.selection import Selection
-    from dynadapt.protocols import Described
+    from dynadapt.protocols import Described, FileTarget
     from dynadapt.transport.plan import Match, Narrow
     from dynadapt.vps.keys import KeySpec
     from dynadapt.vps.layout import RowLayout
@@ -181,10 +180,7 @@ class _Job:
         work.crcs.update(streamed.crcs)
         outcomes = writer.finish(work, layout.keys, own.scalars, aux)
         clock.lap("finish")
-        outcomes += tuple(
-            Outcome(key, "dropped", "the target has no place for it")
-            for key in left_out(layout, matched)
-        )
+        outcomes += left_out(self.source.own, layout, matched)
         if verify:
             _verify(
                 str(work.path),

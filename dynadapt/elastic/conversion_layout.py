@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from dynadapt.elastic.arrangement import arranged
 from dynadapt.elastic.checkpoint import layout_of
 from dynadapt.errors import Finding, Refused
+from dynadapt.protocols import Outcome
 from dynadapt.registry import adapter_for
 from dynadapt.transport.match import match
 from dynadapt.transport.plan import Options, Pair
@@ -69,7 +70,15 @@ def copies(source: RowLayout, target: RowLayout) -> list[Pair]:
     return found
 
 
-def left_out(source: RowLayout, matched: Match) -> tuple[str, ...]:
-    """Keys of the source that go nowhere."""
+def left_out(whole: Described, source: RowLayout, matched: Match) -> tuple[Outcome, ...]:
+    """What of a whole source goes nowhere: keys that were meant, and the optimizer if weights alone were."""
     serving = {pair.source.key for pair in matched.pairs}
-    return tuple(str(s.key) for s in source.keys if s.moves and s.key not in serving)
+    found = [
+        Outcome(str(spec.key), "dropped", "the target has no place for it")
+        for spec in source.keys
+        if spec.moves and spec.key not in serving
+    ]
+    had, meant = (any(s.kind == "state" for s in specs) for specs in (whole.specs, source.keys))
+    if had and not meant:
+        found.append(Outcome("optimizer", "dropped", "weights alone are written"))
+    return tuple(found)

@@ -116,7 +116,7 @@ def plan(
         # once through, as the disk writes; once to read back
         seconds=max(read / (fill * effort.threads), written / DISK)
         + verify * written / (again * effort.threads),
-        dropped=left_out(layout, matched),
+        dropped=tuple(each.path for each in left_out(source.own, layout, matched)),
     )
 
 
