@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from dynadapt.vps.box import Box
     from dynadapt.vps.keys import Key, KeySpec
 
-__all__ = ["ROOM", "VERSION", "fingerprint", "weighted_sum"]
+__all__ = ["VERSION", "fingerprint", "room_for", "weighted_sum"]
 
 VERSION = 2
 """Of the weights: sums of two versions cannot be compared."""
@@ -68,9 +68,6 @@ _SUMS = 1 << 13
 
 _MANY = 1 << 15
 """Coordinates of the first dim whose weights are held at a time."""
-
-ROOM = 8 * (_BLOCK * _SLOTS + 2 * 4 * _SUMS + 4 * _MANY)
-"""Bytes that a thread takes for what it makes of words, and for weights, at most."""
 
 
 def weighted_sum(array: NDArray[Any], box: Box, key: Key) -> int:
@@ -115,12 +112,23 @@ class _Room(local):
     """Memory of a thread that is used again and again: new memory costs more than what is done in it."""
 
     def __init__(self) -> None:
+        self.used = 0  # bytes, of all
         self.floats = np.empty((_SLOTS, _BLOCK))
         self.sums = np.empty(_SUMS * 4)
         self.whole = np.empty(_SUMS * 4, np.int64)
 
 
 _room = _Room()
+
+
+def room_for(words: int) -> int:
+    """Bytes that this thread will take for sums of at most so many words at a time, over what it has taken.
+
+    >>> room_for(0)
+    0
+    """
+    blocks, lines = min(words, _SLOTS * _BLOCK), min(-(-words // _SHORT), _SUMS)
+    return max(8 * (blocks + 2 * 4 * lines) - _room.used, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +211,7 @@ def _line_sums(words: NDArray[Any], line: _Line) -> NDArray[np.float64]:
     each, rows = inner // line.size, _BLOCK // inner
     shape = line.shape[0], len(words) * each, line.shape[1]
     sums = _room.sums[: prod(shape)].reshape(shape)
+    _room.used += room_for(words.size)
     for number, at in enumerate(range(0, len(words), rows)):
         part = words[at : at + rows]
         floats = _room.floats[number % _SLOTS, : part.size]

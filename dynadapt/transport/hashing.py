@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from dynadapt.transport._torch import as_words, cast_into, dtype_name, torch_dtype
-from dynadapt.transport.certificate import ROOM, weighted_sum
+from dynadapt.transport.certificate import room_for, weighted_sum
 from dynadapt.transport.weights import MASK
 from dynadapt.vps.box import Box
+from dynadapt.vps.keys import itemsize
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -86,4 +87,6 @@ def scratch_bytes(specs: Iterable[KeySpec]) -> int:
 
     The room of a sum, and for a cast the cast piece and a mark an element.
     """
-    return ROOM + (PIECE * 6 if any(spec.derived for spec in specs) else 0)
+    every = tuple(specs)
+    most = max((spec.numel * max(itemsize(spec.dtype) // 4, 1) for spec in every), default=0)
+    return room_for(most) + (PIECE * 6 if any(spec.derived for spec in every) else 0)

@@ -247,7 +247,7 @@ def _refused(rank: int, world: int) -> dict[str, str]:
     half = jobs.net(seed=1, hidden=HIDDEN).to(torch.bfloat16)
     cases: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         "narrow": (_plain(0), half, {"narrow": "allow", "allow": {"extra"}}),
-        "limit": (_plain(0), _plain(1), {"max_extra_bytes": 1000}),
+        "limit": (_zero3(0), _plain(1), {"max_extra_bytes": 1000}),
     }
     shared = _plain(0)
     other = jobs.net(seed=1, hidden=HIDDEN)
