@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from dynadapt.cli._arrange import ModelOption, OrderOption, said_of
 from dynadapt.cli._diff_page import page_of
 from dynadapt.cli._options import Globs, JsonOption, WeightsOption, WorkersOption
-from dynadapt.errors import DynadaptError
+from dynadapt.errors import Refused
 
 if TYPE_CHECKING:
     from dynadapt.elastic.comparison import Comparison, Difference
@@ -77,8 +77,9 @@ def _write_page(path: Path, page: str) -> None:
     try:
         path.write_text(page)
     except OSError as error:
-        cause = f"--html {path}: cannot be written: {error.strerror}"
-        raise DynadaptError(cause, reason="unwritable-file") from error
+        from dynadapt.files import unwritable
+
+        raise Refused([unwritable(path, error)]) from error
 
 
 def _lines(d: Difference) -> list[str]:

@@ -37,11 +37,11 @@ def page_of(a: str, b: str, found: Comparison) -> str:
         "tensor",
         "verdict",
         "elements",
-        "max-abs",
-        "max-relative",
-        "max-ULP",
+        "max abs",
+        "max relative",
+        "max ULP",
         "first",
-        "where,-hint",
+        "where",
     ]
     tensors = _table("Tensors that are not identical", heads, map(_row, told)) if told else ""
     others = [
@@ -58,7 +58,7 @@ def page_of(a: str, b: str, found: Comparison) -> str:
 
 
 def _table(caption: str, heads: list[str], rows: Iterable[str]) -> str:
-    head = "".join(f"<th>{name.replace('-', ' ')}</th>" for name in heads)
+    head = "".join(f"<th>{name}</th>" for name in heads)
     body = "".join(f"<tr>{row}</tr>" for row in rows)
     return f"<table><caption>{caption}</caption><tr>{head}</tr>{body}</table>"
 

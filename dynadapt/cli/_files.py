@@ -102,6 +102,7 @@ def _print(
     console: Console, found: Checkpoint, facts: dict[str, Any], summary: bool, shards: bool
 ) -> None:
     from dynadapt.elastic.outcome import human
+    from dynadapt.vps.keys import itemsize
 
     table = Table("", "", show_header=False, title=escape(facts["path"]))
     framework = facts["framework"] and " ({framework}{stage})".format(
@@ -134,12 +135,7 @@ def _print(
         )
         for endpoint in found.layout.endpoints:
             own = found.layout.rows(endpoint)
-            size = sum(
-                row.box.volume
-                * found.buffers[row.buffer].nbytes
-                // max(found.buffers[row.buffer].numel, 1)
-                for row in own
-            )
+            size = sum(row.box.volume * itemsize(found.buffers[row.buffer].dtype) for row in own)
             name = found.files.get(endpoint, str(endpoint))
             files.add_row(escape(name), str(len({r.key for r in own})), str(len(own)), human(size))
         console.print(files)

@@ -9,12 +9,12 @@ import ctypes
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from dynadapt.adapters._hyper import RUNS
 from dynadapt.elastic import hints
+from dynadapt.elastic.aux_comparison import aux_differences
 from dynadapt.elastic.checkpoint import layout_of
 from dynadapt.files import raw_dtype
 from dynadapt.transport.casts import CASTABLE, cast
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from dynadapt.elastic.checkpoint import Checkpoint
     from dynadapt.elastic.selection import Selection
-    from dynadapt.protocols import AuxItem, Described
+    from dynadapt.protocols import Described
     from dynadapt.vps.keys import KeySpec
     from dynadapt.vps.layout import RowLayout
 
@@ -117,10 +117,9 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """The comparison as plain JSON values; identical tensors are counted, not listed."""
-        verdicts = ("identical", "rounding", "different", "only-in-a", "only-in-b")
         return {
             "same": self.same,
-            "counts": {v: self.count(v) for v in verdicts},  # type: ignore[arg-type]
+            "counts": {v: self.count(v) for v in get_args(Verdict)},
             "bytes_read": self.bytes_read,
             "tensors": [d.to_json() for d in self.tensors if d.verdict != "identical"],
             "aux": {path: [repr(a), repr(b)] for path, (a, b) in self.aux.items()},
@@ -161,7 +160,7 @@ def compare(
     if not ignore_missing:
         found += lonely
     called = {t.key.name: s.key.name for s, t in pairs}  # a tied tensor may go by another name in b
-    aux = _aux_differences(one.own, two.own, called, ignore_missing)
+    aux = aux_differences(one.own, two.own, called, ignore_missing)
     return Comparison(tuple(sorted(found, key=lambda d: d.key)), aux, done)
 
 
@@ -268,9 +267,8 @@ class _Run:
                 self.count(x.nbytes + y.nbytes)
                 if a.dtype == b.dtype and _bits_equal(x, y):
                     continue
-                for part in boxes_of(
-                    box, max(most // 8, 1)
-                ):  # numbers take much more room than bits
+                small = max(most // 8, 1)  # numbers take much more room than bits
+                for part in boxes_of(box, small):
                     at = inside(part, box)
                     self._piece(tally, part, a, b, x[at], y[at])
         if not tally.count:
@@ -387,71 +385,3 @@ def _top(known: float, values: NDArray[Any]) -> float:
 
 def _finite(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
-
-
-def _aux_differences(
-    a: Described, b: Described, called: Mapping[str, str], ignore_missing: bool
-) -> dict[str, tuple[Any, Any]]:
-    found: dict[str, tuple[Any, Any]] = {}
-    other = {called.get(name, name): values for name, values in b.scalars.items()}
-    for name in sorted({*a.scalars, *other}):
-        here, there = a.scalars.get(name, {}), other.get(name, {})
-        for label in sorted({*here, *there}):
-            x, y = here.get(label), there.get(label)
-            first = {x, y} == {None, 0}  # of what has not been stepped yet
-            if x != y and not first and not (ignore_missing and None in (x, y)):
-                found[f"{name}/{label}"] = (x, y)
-    one, two = _flat_aux(a.aux, {}), _flat_aux(b.aux, called)
-    steps = {v["step"] for own in (a, b) for v in own.scalars.values() if "step" in v}
-    for path in sorted({*one, *two}):
-        x, y = one.get(path), two.get(path)
-        missing = path not in one or path not in two
-        # A format that counts steps, and one that leaves them to the optimizer.
-        derived = path == "counters/global_steps" and {x, y} == {None, max(steps, default=None)}
-        if x != y and not derived and not (missing and ignore_missing):
-            found |= dict(_unlike_entries(path, x, y))
-    return found
-
-
-def _unlike_entries(path: str, x: Any, y: Any) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Of two dicts the entries that differ, by path; of anything else both values."""
-    if not (isinstance(x, dict) and isinstance(y, dict)):
-        yield path, (x, y)
-        return
-    for key in sorted({*x, *y}):
-        if x.get(key) != y.get(key):
-            yield from _unlike_entries(f"{path}/{key}", x.get(key), y.get(key))
-
-
-def _flat_aux(items: tuple[AuxItem, ...], called: Mapping[str, str]) -> dict[str, Any]:
-    """Hyperparameters by parameter, counts by name, the rest by path; how a job was configured is no state.
-
-    A count is one wherever a format keeps it, and one that is zero is as good as none.
-    """
-    found: dict[str, Any] = {}
-    for item in items:
-        name = item.path.removeprefix("user/")
-        if item.path == "behaviour":
-            continue
-        if item.path == "counters":
-            found |= {f"counters/{n}": _plain(v) for n, v in item.value.items() if v != 0}
-        elif name != item.path and type(item.value) is int:
-            found |= {f"counters/{name}": item.value} if item.value else {}
-        elif item.path == "param_groups":
-            for group in item.value:
-                for name in (called.get(n, n) for n in group["names"]):
-                    for label, value in group["hyper"].items():
-                        if label in RUNS:
-                            continue
-                        found[f"param_groups/{name}/{label}"] = _plain(value)
-        else:
-            found[item.path] = _plain(item.value)
-    return found
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    return value

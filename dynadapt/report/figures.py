@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from dynadapt.elastic.outcome import human
-from dynadapt.errors import DynadaptError
+from dynadapt.errors import DynadaptError, Refused
+from dynadapt.files import unwritable
 from dynadapt.report.maps import ranks_text
 from dynadapt.report.terminal import PALETTE
 
@@ -54,8 +55,8 @@ _STYLE = {
 def write(picture: Picture, path: Path) -> None:
     """Draw a picture into a file whose suffix says the format; equal pictures give equal files.
 
-    Raises `DynadaptError`: `bad-argument` for another suffix or a folder that is not there, `no-file`
-    where it cannot be written, `not-installed` without matplotlib.
+    Raises `DynadaptError`: `bad-argument` for another suffix or a folder that is not there,
+    `unwritable-file` or `disk-full`, `not-installed` without matplotlib.
     """
     if path.suffix.lower() not in SUFFIXES:
         raise DynadaptError(f"{path}: the suffix is none of {SUFFIXES}", reason="bad-argument")
@@ -71,7 +72,7 @@ def write(picture: Picture, path: Path) -> None:
         try:
             figure.savefig(path, dpi=160, metadata=metadata)
         except OSError as error:
-            raise DynadaptError(f"{path}: cannot be written: {error}", reason="no-file") from error
+            raise Refused([unwritable(path, error)]) from error
 
 
 def draw(picture: Picture) -> Any:

@@ -145,3 +145,14 @@ def test_a_count_is_one_wherever_it_is_kept(tmp_path: Path) -> None:
     torch.save({"model": model, "epoch": 4}, tmp_path / "c.pt")
     assert dynadapt.diff(tmp_path / "a.pt", tmp_path / "b.pt").same
     assert dynadapt.diff(tmp_path / "a.pt", tmp_path / "c.pt").aux == {"counters/epoch": (3, 4)}
+
+
+def test_a_nan_beside_tensors_is_like_another(tmp_path: Path) -> None:
+    """A best loss that was never measured: two copies of a file do not differ by it."""
+    best = {"best": float("nan"), "plateau": {"seen": [float("nan"), 1.0]}}
+    for name, more in (("a", best), ("b", best), ("c", {**best, "best": 1.0})):
+        torch.save({"model": {"w": torch.ones(2)}, **more}, tmp_path / f"{name}.pt")
+    assert dynadapt.diff(tmp_path / "a.pt", tmp_path / "b.pt").same
+    other = dynadapt.diff(tmp_path / "a.pt", tmp_path / "c.pt")
+    assert [path for path in other.aux if "best" in path] == [*other.aux]
+    assert not other.same
