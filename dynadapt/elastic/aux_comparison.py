@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.adapters._hyper import RUNS
+from dynadapt.adapters._loss_scales import as_grad_scaler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -31,13 +32,19 @@ def aux_differences(
             if not _equal(x, y) and not first and not (ignore_missing and None in (x, y)):
                 found[f"{name}/{label}"] = (x, y)
     one, two = _flat_aux(a.aux, {}), _flat_aux(b.aux, called)
+    scales = [item for own in (a.aux, b.aux) for item in own if item.path == "scaler"]
+    if len({item.value["class"] for item in scales}) == 2:  # one scale as two classes keep it
+        one["scaler"], two["scaler"] = (as_grad_scaler(item)[0] for item in scales)
     steps = {v["step"] for own in (a, b) for v in own.scalars.values() if "step" in v}
     for path in sorted({*one, *two}):
         x, y = one.get(path), two.get(path)
         missing = path not in one or path not in two
         # A format that counts steps, and one that leaves them to the optimizer.
         derived = path == "counters/global_steps" and {x, y} == {None, max(steps, default=None)}
-        if not _equal(x, y) and not derived and not (missing and ignore_missing):
+        # Not every class has such an entry, and not every file says the class.
+        absent = path == "optimizer" or (path.startswith("param_groups/") and not (x or y))
+        told = not derived and not (missing and (ignore_missing or absent))
+        if told and not _equal(x, y):
             found |= dict(_unlike_entries(path, x, y))
     return found
 

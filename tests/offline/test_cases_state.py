@@ -296,6 +296,7 @@ def test_resume_schedules_are_listed_or_missed(made: Made, tmp_path: Path) -> No
     dynadapt.convert(tmp_path / "a", tmp_path / "b", "zero2:dp=2")
     one, two = (dynadapt.open(p).aux["scheduler"].value for p in (made["zero3"], tmp_path / "b"))
     assert one["state"] == two["state"]
+    assert dynadapt.diff(made["zero3"], tmp_path / "a").same
     assert "scheduler" in dynadapt.diff(made["zero3"], made["zero2"]).aux
 
 
@@ -332,6 +333,7 @@ def test_resume_loss_scalers_of_another_kind_grow_when_they_would_have(
         grown.append((scaler.cur_hysteresis, scales))
     assert grown[0] == grown[1]
     if others == ("torch",):
+        assert dynadapt.diff(made["zero2fp16"], tmp_path / "0").same
         state = torch.load(next((tmp_path / "0").glob("*.pt")), weights_only=True)["scaler"]
         scaler = torch.amp.GradScaler("cpu")
         scaler.load_state_dict(state)

@@ -13,7 +13,7 @@ from dynadapt.adapters.checkpoints._dcp_chunks import Chunks
 from dynadapt.adapters.checkpoints._dcp_metadata import Entry, boxes
 from dynadapt.adapters.checkpoints._dcp_tree import sorted_out
 from dynadapt.adapters.checkpoints._names import looks_like_buffer
-from dynadapt.adapters.checkpoints._optimizer_kinds import FACTORED, SCALARS, family_of, slots_of
+from dynadapt.adapters.checkpoints._optimizer_kinds import FACTORED, SCALARS, family_told, slots_of
 from dynadapt.adapters.checkpoints._optimizer_names import dealt
 from dynadapt.adapters.checkpoints._plain import MARK
 from dynadapt.errors import Finding, Refused
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from dynadapt.adapters.checkpoints._dcp_tree import Optimizer, Saved
 
 __all__ = ["OWN", "Reading"]
+
+SCHEDULES = frozenset({"last_epoch", "last_batch_iteration"})
+"""What torch's schedules count, and DeepSpeed's."""
 
 SMALL = 64 << 10
 """Bytes up to which a tensor that belongs to no model is a value, such as the state of a generator."""
@@ -115,7 +118,8 @@ class Reading(Chunks):
             self._states(saved.optimizer)
             self._absent(hypers)
             self.aux.append(AuxItem("param_groups", hypers))
-            family = next(filter(None, (family_of(group["hyper"]) for group in hypers)), None)
+            states = {key.slot for key, spec in self.specs.items() if spec.kind == "state"}
+            family = family_told((group["hyper"] for group in hypers), states)
             self.aux += [AuxItem("optimizer", family)] if family else []
 
     def _name(self, saved: Saved, optimizer: Optimizer) -> None:
@@ -188,7 +192,7 @@ class Reading(Chunks):
                 node = node.setdefault(str(part), {})
             node[str(names[-1])] = value
         for name, value in user.items():
-            schedule = isinstance(value, dict) and "last_epoch" in value
+            schedule = isinstance(value, dict) and not SCHEDULES.isdisjoint(value)
             if schedule and "sched" in name:
                 state = {"class": "", "state": value, "left": []}
                 self.aux.append(AuxItem("scheduler", state))

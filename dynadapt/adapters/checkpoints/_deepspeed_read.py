@@ -26,7 +26,7 @@ from dynadapt.adapters.checkpoints._deepspeed_files import (
     ties_of,
 )
 from dynadapt.adapters.checkpoints._deepspeed_mixed import mixed
-from dynadapt.adapters.checkpoints._optimizer_kinds import family_of_slots
+from dynadapt.adapters.checkpoints._optimizer_kinds import family_told
 from dynadapt.adapters.checkpoints._pickle import StoredTensor
 from dynadapt.adapters.checkpoints._rows import Files
 from dynadapt.errors import Finding, Refused
@@ -131,7 +131,8 @@ class Reading(ABC):
         """The hyperparameters by name; and every spec gets its group."""
         for key, spec in self.specs.items():
             self.specs[key] = replace(spec, group=number_of.get(key.name, 0))
-        family = family_of_slots({key.slot for key in self.specs})
+        states = {key.slot for key, spec in self.specs.items() if spec.kind == "state"}
+        family = family_told(param_groups, states)
         items = [hyper_item(groups, param_groups)] if param_groups else []
         return [*items, *([AuxItem("optimizer", family)] if family else [])]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dynadapt.adapters.checkpoints._loss_scales import as_deepspeed, is_deepspeeds
+from dynadapt.adapters._loss_scales import as_deepspeed, is_deepspeeds
 from dynadapt.adapters.checkpoints._names import natural
 from dynadapt.adapters.checkpoints._pickle import Global, Opaque, Size, StoredTensor
 from dynadapt.adapters.checkpoints._repickle import tensor

@@ -19,7 +19,7 @@ from dynadapt.adapters.checkpoints._deepspeed_files import number
 from dynadapt.adapters.checkpoints._fsdp_flats import FLAT
 from dynadapt.adapters.checkpoints._fsdp_local import FlatParameters
 from dynadapt.adapters.checkpoints._names import looks_like_buffer
-from dynadapt.adapters.checkpoints._optimizer_kinds import family_of, slots_of
+from dynadapt.adapters.checkpoints._optimizer_kinds import family_told, slots_of
 from dynadapt.adapters.checkpoints._optimizer_names import dealt
 from dynadapt.adapters.checkpoints._pickle import StoredTensor
 from dynadapt.adapters.checkpoints._plain import lowered, plain_part
@@ -318,7 +318,8 @@ class Reading:
                     more: dict[str, Any] = {"kind": "state", "presence": "none"}
                     self.specs.setdefault(key, replace(base, key=key, shape=shape, **more))
         self.aux.append(AuxItem("param_groups", value))
-        family = next(filter(None, (family_of(group) for _, group in groups)), None)
+        states = {key.slot for key, spec in self.specs.items() if spec.kind == "state"}
+        family = family_told((group for _, group in groups), states)
         self.aux += [AuxItem("optimizer", family)] if family else []
 
     def _unite_ties(self, group_of: Mapping[str, int]) -> None:

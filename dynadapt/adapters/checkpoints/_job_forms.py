@@ -10,13 +10,13 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from dynadapt.adapters._loss_scales import as_grad_scaler
 from dynadapt.adapters.checkpoints._dcp_read import Reading
 from dynadapt.adapters.checkpoints._dcp_write import MODEL
 from dynadapt.adapters.checkpoints._dcp_write import OPTIMIZER as OPTIMIZER_PART
 from dynadapt.adapters.checkpoints._dcp_write import Writing as ShardedWriting
 from dynadapt.adapters.checkpoints._deepspeed_files import outcomes_of
 from dynadapt.adapters.checkpoints._deepspeed_open import writing_of
-from dynadapt.adapters.checkpoints._loss_scales import as_grad_scaler
 from dynadapt.adapters.checkpoints._plain import Lifting, lowered, plain_part
 from dynadapt.adapters.checkpoints._safetensors import NAMES, header_of, whole_row
 from dynadapt.adapters.checkpoints._torch_file import read_torch

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["FACTORED", "SCALARS", "family_of", "family_of_slots", "slots_of"]
+__all__ = ["FACTORED", "SCALARS", "family_of", "family_of_slots", "family_told", "slots_of"]
 
 #: Entries of a state that are a number to their optimizer, whatever the parameter's shape.
 SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
@@ -56,6 +56,21 @@ def family_of_slots(slots: Iterable[str]) -> str | None:
         frozenset({"momentum_buffer"}): "SGD",
         frozenset({"exp_avg"}): "Lion",
     }.get(states)
+
+
+def family_told(groups: Iterable[Mapping[str, Any]], slots: Iterable[str]) -> str | None:
+    """The update rule of groups that keep these states: of a class that nobody knows the states tell more.
+
+    >>> family_told([{"betas": (0.9, 0.99), "eps": 1e-8, "correct_bias": True}], {"exp_avg", "exp_avg_sq"})
+    'Adam'
+    >>> family_told([{"betas": (0.9, 0.99), "momentum_decay": 4e-3}], {"exp_avg", "exp_avg_sq"})
+    'NAdam'
+    """
+    states = frozenset(slot for slot in slots if not slot.startswith("extra:"))
+    known = [(family, group) for group in groups if (family := family_of(group)) is not None]
+    fits = [family for family, group in known if slots_of(group, (1, 1)).keys() == states]
+    by_states = family_of_slots(states)
+    return next(iter([*fits, *([by_states] if by_states else []), *(f for f, _ in known)]), None)
 
 
 def slots_of(group: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:

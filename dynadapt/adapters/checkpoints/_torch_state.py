@@ -16,7 +16,7 @@ import numpy as np
 from dynadapt.adapters._hyper import hyper_in_files
 from dynadapt.adapters.checkpoints._deepspeed_files import number
 from dynadapt.adapters.checkpoints._names import placeholders, tensor_spec
-from dynadapt.adapters.checkpoints._optimizer_kinds import family_of, slots_of
+from dynadapt.adapters.checkpoints._optimizer_kinds import family_of, family_told, slots_of
 from dynadapt.adapters.checkpoints._optimizer_names import dealt
 from dynadapt.adapters.checkpoints._pickle import Opaque, Ordered, StoredTensor
 from dynadapt.adapters.checkpoints._plain import lowered
@@ -239,8 +239,9 @@ class StateDicts:
             self._state(name, state.get(id_) or {}, file)
         hypers = [hyper_of(group, file) for group in groups]
         self._absent(names, hypers)
-        families = {family_of(group) for group in hypers}
-        if len(families) == 1 and (family := families.pop()) is not None:
+        states = {key.slot for key, spec in self.specs.items() if spec.kind == "state"}
+        one = len({family_of(group) for group in hypers}) == 1
+        if one and (family := family_told(hypers, states)) is not None:
             self.aux.append(AuxItem("optimizer", family))
         plain = {
             str(label)

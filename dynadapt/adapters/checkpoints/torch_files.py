@@ -10,9 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dynadapt.adapters._loss_scales import as_grad_scaler
 from dynadapt.adapters.checkpoints._format import Format
 from dynadapt.adapters.checkpoints._hf_index import broken_promises, weight_map
-from dynadapt.adapters.checkpoints._loss_scales import as_grad_scaler
 from dynadapt.adapters.checkpoints._making import Making
 from dynadapt.adapters.checkpoints._pickle import Opaque, StoredTensor
 from dynadapt.adapters.checkpoints._plain import Lifting, lowered, plain_part

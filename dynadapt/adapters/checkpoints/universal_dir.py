@@ -32,7 +32,7 @@ from dynadapt.adapters.checkpoints._deepspeed_write import TAG
 from dynadapt.adapters.checkpoints._format import Format, named_folder
 from dynadapt.adapters.checkpoints._making import Making
 from dynadapt.adapters.checkpoints._names import leaves
-from dynadapt.adapters.checkpoints._optimizer_kinds import family_of_slots
+from dynadapt.adapters.checkpoints._optimizer_kinds import family_told
 from dynadapt.adapters.checkpoints._pickle import StoredTensor
 from dynadapt.adapters.checkpoints._repickle import tensor
 from dynadapt.adapters.checkpoints._rows import Files, Laid
@@ -134,6 +134,9 @@ class UniversalDir(Format):
         own, told = trees.settled(aux, scalars)
         self._common(x, scalars, own)
         made.write("latest_universal", tag.encode())
+        lost = {label for own in scalars.values() for label in own} - {"step"}
+        note = "a universal checkpoint has a step of each parameter, and no other number"
+        told += tuple(Outcome(f"scalars/{label}", "dropped", note) for label in sorted(lost))
         return (*outcomes_of(aux, "a universal checkpoint"), *told)
 
     def _common(
@@ -269,10 +272,12 @@ def _read(root: Path) -> Described:
     ]
     if files.findings:
         raise Refused(files.findings)
-    family = family_of_slots(key.slot for key in specs)
-    named = [AuxItem("optimizer", family)] if family else []
     tree = _optimizer(root)
-    aux = [*_optimizer_items(tree, groups), *named, *aux_items(common, tree.get("clip_grad"))]
+    items = _optimizer_items(tree, groups)
+    hypers = [own["hyper"] for x in items if x.path == "param_groups" for own in x.value]
+    family = family_told(hypers, {k.slot for k, spec in specs.items() if spec.kind == "state"})
+    named = [AuxItem("optimizer", family)] if family else []
+    aux = [*items, *named, *aux_items(common, tree.get("clip_grad"))]
     rows = {file_endpoint(path): tuple(own) for path, own in files.rows.items()}
     told = tuple(specs.values())
     return Described(
