@@ -197,16 +197,18 @@ def test_where_no_more_can_be_printed() -> None:
         assert _run("env", stdout=full, stderr=full).returncode == 2
 
 
-def test_a_fault_of_the_program_is_no_answer() -> None:
+@pytest.mark.parametrize("fault", ["RuntimeError", "EOFError", "BrokenPipeError"])
+def test_a_fault_of_the_program_is_no_answer(fault: str) -> None:
     """With a traceback, and not with the 1 by which `diff` says that two differ."""
     code = (
         "from unittest import mock; from dynadapt import cli, offline\n"
         "import sys; sys.argv = ['dynadapt', 'diff', 'a', 'b']\n"
-        "with mock.patch.object(offline, 'diff', side_effect=RuntimeError('odd')): cli.run()"
+        f"with mock.patch.object(offline, 'diff', side_effect={fault}(32, 'odd')): cli.run()"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ran.returncode == 2
-    assert ran.stderr.rstrip().endswith("RuntimeError: odd")
+    assert f"{fault}: " in ran.stderr
+    assert "odd" in ran.stderr.splitlines()[-1]
 
 
 def test_plan_of_a_model_that_is_not_loaded(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ import gc
 import os
 import sys
 import traceback
-from typing import TextIO, cast
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import typer
 from rich.console import Console
@@ -20,6 +21,9 @@ from dynadapt.cli._output import NO_READER, Output
 from dynadapt.cli._plan import plan
 from dynadapt.cli._show import show
 from dynadapt.errors import DynadaptError, Refused, lines_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["app", "main", "run"]
 
@@ -37,8 +41,21 @@ def _root() -> None:
     """Moves sharded training state between frameworks and layouts."""
 
 
-for command in (convert, demo, diff, env, fingerprint, inspect, plan, show, verify):
-    app.command()(command)
+def _plainly(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose faults typer does not see: it would take some for the terminal's, and end with 1."""
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        try:
+            command(**given)
+        except (EOFError, OSError) as error:
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+    return run
+
+
+for each in (convert, demo, diff, env, fingerprint, inspect, plan, show, verify):
+    app.command()(_plainly(each))
 
 
 def main() -> None:
