@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = [
-    "Described",
+    "ModelAndRules",
     "from_config",
     "from_listing",
     "of_module",
@@ -47,7 +47,7 @@ _PROJECTIONS = frozenset(
 _STACKED = re.compile(r"^(.*\bexperts)\.(gate_up_proj|up_proj|down_proj)$")
 
 
-class Described(NamedTuple):
+class ModelAndRules(NamedTuple):
     """A model's shapes, and the rules that its authors wrote for tensor and expert parallelism."""
 
     model: ModelShape
@@ -84,7 +84,7 @@ def tp_rules(config: Path | str | Any, *, experts: Experts = "stacked") -> TpRul
 
 def read_model(
     config: Path | str | Any, *, dtype: str | None = None, experts: Experts = "stacked"
-) -> Described:
+) -> ModelAndRules:
     """`from_config` and `tp_rules` at once, or a listing without rules; the file says which it is.
 
     Raises as `from_config` and `from_listing`.
@@ -92,9 +92,9 @@ def read_model(
     if isinstance(config, (str, Path)) and Path(config).is_file():
         found = _read_json(Path(config))
         if isinstance(found, list) or (isinstance(found, dict) and "tensors" in found):
-            return Described(_listed(found, str(config), dtype), TpRules({}))
+            return ModelAndRules(_listed(found, str(config), dtype), TpRules({}))
     model = meta_model(config, dtype)
-    return Described(_shape(model, experts), _rules(model, experts))
+    return ModelAndRules(_shape(model, experts), _rules(model, experts))
 
 
 def of_module(module: nn.Module, *, dtype: str | None = None) -> ModelShape:

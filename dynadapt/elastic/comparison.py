@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from dynadapt.vps.keys import KeySpec
     from dynadapt.vps.layout import RowLayout
 
-__all__ = ["Comparison", "Difference", "Tolerance", "compare"]
+__all__ = ["Chosen", "Comparison", "Difference", "Tolerance", "compare"]
 
 Verdict = Literal["identical", "rounding", "different", "only-in-a", "only-in-b"]
 
@@ -141,7 +141,7 @@ def compare(
     Derived copies are left out: they follow from their masters. With `ignore_missing` only what both
     hold is compared. Raises `Refused` for files that cannot be read.
     """
-    one, two = _Side(a, selection), _Side(b, selection)
+    one, two = Chosen(a, selection), Chosen(b, selection)
     pairs, lonely = _pairs(one, two)
     total = sum(s.nbytes + t.nbytes for s, t in pairs)
     done = 0
@@ -164,7 +164,7 @@ def compare(
     return Comparison(tuple(sorted(found, key=lambda d: d.key)), aux, done)
 
 
-class _Side:
+class Chosen:
     """One checkpoint, or the part of it that is meant."""
 
     def __init__(self, checkpoint: Checkpoint, selection: Selection | None) -> None:
@@ -203,7 +203,7 @@ class _Side:
         return f"{row.buffer.partition('#')[0]} at byte {byte:,}"
 
 
-def _pairs(one: _Side, two: _Side) -> tuple[list[tuple[KeySpec, KeySpec]], list[Difference]]:
+def _pairs(one: Chosen, two: Chosen) -> tuple[list[tuple[KeySpec, KeySpec]], list[Difference]]:
     pairs: list[tuple[KeySpec, KeySpec]] = []
     lonely: list[Difference] = []
     met: set[Key] = set()
@@ -250,7 +250,7 @@ class _Run:
     """Compares one pair of keys after another; one call of `tensor` a thread."""
 
     def __init__(
-        self, one: _Side, two: _Side, tolerance: Tolerance, count: Callable[[int], None]
+        self, one: Chosen, two: Chosen, tolerance: Tolerance, count: Callable[[int], None]
     ) -> None:
         self.one, self.two, self.tolerance, self.count = one, two, tolerance, count
 

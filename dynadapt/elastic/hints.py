@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from dynadapt.elastic.comparison import Difference, _Side
+    from dynadapt.elastic.comparison import Chosen, Difference
     from dynadapt.vps.keys import KeySpec
 
 __all__ = ["LARGEST", "hinted"]
@@ -25,7 +25,7 @@ LARGEST = 64 << 20
 """Bytes of a tensor that is still read as a whole to look for a reason."""
 
 
-def hinted(found: Difference, one: _Side, two: _Side) -> Difference:
+def hinted(found: Difference, one: Chosen, two: Chosen) -> Difference:
     """The difference with a hint, if one of the usual reasons explains all of it."""
     name, _, slot = found.key.rpartition("/")
     a = one.names[Key(name, slot)]
@@ -36,7 +36,7 @@ def hinted(found: Difference, one: _Side, two: _Side) -> Difference:
     return replace(found, hint=hint) if hint else found
 
 
-def _reasons(a: KeySpec, b: KeySpec, one: _Side, two: _Side) -> Iterator[str]:
+def _reasons(a: KeySpec, b: KeySpec, one: Chosen, two: Chosen) -> Iterator[str]:
     x, y = one.read(a, Box.whole(a.shape)), two.read(b, Box.whole(b.shape))
     if a.shape != b.shape:
         if a.shape == b.shape[::-1] and a.dtype == b.dtype and _same(x, y.T):
@@ -68,7 +68,7 @@ def _reasons(a: KeySpec, b: KeySpec, one: _Side, two: _Side) -> Iterator[str]:
             yield "stale master: b's computing copy is a's value, its master is not"
 
 
-def _neighbours(b: KeySpec, y: NDArray[Any], two: _Side, one: _Side) -> Iterator[str]:
+def _neighbours(b: KeySpec, y: NDArray[Any], two: Chosen, one: Chosen) -> Iterator[str]:
     """A tensor that has another tensor's value: names mixed up, or a tie that one side lost."""
     if np.all(y == y.flat[0]):
         return  # biases of zeros, norms of ones: as many have

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from dynadapt.report.maps import Picture, TensorMap
+    from dynadapt.report.maps import DrawnTensor, Picture
     from dynadapt.report.traffic import Memory, Timeline, Traffic
 
 __all__ = ["SUFFIXES", "draw", "write"]
@@ -129,7 +129,7 @@ def _rows(picture: Picture) -> list[list[_Panel]]:
     return rows
 
 
-def _map(axes: Any, own: TensorMap, title: str, named: bool) -> None:
+def _map(axes: Any, own: DrawnTensor, title: str, named: bool) -> None:
     """The regions to scale, each in the colour of its ranks, with white lines where ranks change."""
     from matplotlib.collections import LineCollection, PolyCollection
 
@@ -166,7 +166,7 @@ def _boxes(left: Any, top: Any, right: Any, bottom: Any) -> Any:
     return corners[:, [[0, 1], [2, 1], [2, 3], [0, 3]]]
 
 
-def _borders(own: TensorMap) -> list[list[tuple[int, int]]]:
+def _borders(own: DrawnTensor) -> list[list[tuple[int, int]]]:
     """The lines between cells that different ranks hold, none where there are too many cells."""
     cells = own.cells(_LINES, _LINES)
     if not cells.exact:
@@ -270,7 +270,7 @@ def _timeline(axes: Any, timeline: Timeline) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _colors(own: TensorMap) -> Any:
+def _colors(own: DrawnTensor) -> Any:
     """A colour per tone: the palette for a few, else one scale from first to last."""
     count = len(own.leaders)
     if count <= len(PALETTE):

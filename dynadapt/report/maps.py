@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dynadapt.report.traffic import Memory, Timeline, Traffic
     from dynadapt.vps.mesh_layout import MeshLayout
 
-__all__ = ["Cells", "Picture", "TensorMap", "ranks_text", "tensor_maps"]
+__all__ = ["Cells", "DrawnTensor", "Picture", "ranks_text", "tensor_maps"]
 
 #: Regions of one tensor that a picture can show; with more only a part of the tensor is shown.
 MAX_REGIONS = 4096
@@ -33,7 +33,7 @@ MAX_REGIONS = 4096
 class Cells(NamedTuple):
     """A grid over a map: `row_edges` (rows + 1,) and `col_edges` (cols + 1,) in elements.
 
-    `sets` (rows, cols) are numbers in `TensorMap.sets`, -1 where no rank holds anything. `exact` says
+    `sets` (rows, cols) are numbers in `DrawnTensor.sets`, -1 where no rank holds anything. `exact` says
     that the edges are where holders change; otherwise each cell shows what lies in its middle.
     """
 
@@ -44,7 +44,7 @@ class Cells(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class TensorMap:
+class DrawnTensor:
     """Who holds what of one tensor, as regions of a plane of `size` (rows, cols) elements.
 
     `lo`, `hi` are (regions, 2) int64, `holders` the ascending ranks that hold each region: several are
@@ -113,7 +113,7 @@ class Picture:
     """
 
     titles: tuple[str, ...]
-    maps: tuple[tuple[TensorMap, ...], ...] = ()
+    maps: tuple[tuple[DrawnTensor, ...], ...] = ()
     memory: Memory | None = None
     traffic: Traffic | None = None
     timeline: Timeline | None = None
@@ -140,7 +140,7 @@ class Picture:
 
 def tensor_maps(
     layouts: Sequence[MeshLayout], name: str, slot: str = "param"
-) -> tuple[TensorMap, ...]:
+) -> tuple[DrawnTensor, ...]:
     """One tensor's map in each of some layouts, all over the same plane.
 
     A tensor of more than two dims shows the two that are cut, or else folds all but the last into rows.
@@ -178,7 +178,7 @@ def tensor_maps(
         lo, hi = (np.array([r[at] for r in regions], np.int64).reshape(-1, 2) for at in (0, 1))
         holders = tuple(ranks for _, _, ranks in regions)
         found.append(
-            TensorMap(name, shape, plane.size, plane.labels, lo, hi, holders, leaders, plane.note)
+            DrawnTensor(name, shape, plane.size, plane.labels, lo, hi, holders, leaders, plane.note)
         )
     return tuple(found)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from dynadapt.report.maps import Picture, TensorMap
+    from dynadapt.report.maps import DrawnTensor, Picture
     from dynadapt.report.traffic import Memory, Timeline, Traffic
 
 __all__ = ["PALETTE", "rendered"]
@@ -64,7 +64,7 @@ def rendered(picture: Picture) -> RenderableType:
     return Group(*parts)
 
 
-def _tensor(maps: Sequence[TensorMap], titles: Sequence[str]) -> Iterator[RenderableType]:
+def _tensor(maps: Sequence[DrawnTensor], titles: Sequence[str]) -> Iterator[RenderableType]:
     first = maps[0]
     yield Text(f"{first.name}  {list(first.shape)}", "bold")
     side, down = first.labels[1] or "one element", first.labels[0]
@@ -79,7 +79,7 @@ def _tensor(maps: Sequence[TensorMap], titles: Sequence[str]) -> Iterator[Render
         yield from (table for table, _ in drawn)
 
 
-def _map(own: TensorMap, title: str) -> tuple[Group, int]:
+def _map(own: DrawnTensor, title: str) -> tuple[Group, int]:
     """One layout's map, with its replicas below, and its width in columns."""
     cells = own.cells(_ROWS, _COLS)
     names = [str(s[0]) if len(s) == 1 else f"{s[0]} x{len(s)}" for s in own.sets]

@@ -9,7 +9,7 @@ import numpy as np
 
 from dynadapt.errors import Finding
 from dynadapt.transport.hashing import Wanted, acts_for, hash_of
-from dynadapt.transport.locate import LIMIT, Claim, Contest, Difference, first_differences
+from dynadapt.transport.locate import LIMIT, Claim, Contest, FirstDifference, first_differences
 from dynadapt.transport.weights import MASK, key_seed
 from dynadapt.vps.box import Box, atoms
 
@@ -119,7 +119,9 @@ def _name_drift(
     return {key: tuple(findings) for key, findings in drifted.items()}
 
 
-def _differs(want: Wanted, box: Box, sides: list[list[int]], place: Difference | None) -> Finding:
+def _differs(
+    want: Wanted, box: Box, sides: list[list[int]], place: FirstDifference | None
+) -> Finding:
     """One cell whose holders disagree: the first coordinate, and who holds what there."""
     fix = (
         "find out why they drifted, or go on with the first holder's: "

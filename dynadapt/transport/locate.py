@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dynadapt.transport.control import Control
     from dynadapt.transport.executor import Storage
 
-__all__ = ["LIMIT", "Claim", "Contest", "Difference", "first_differences"]
+__all__ = ["LIMIT", "Claim", "Contest", "FirstDifference", "first_differences"]
 
 LIMIT = 32
 """Suspects that are looked into; the others are named without a coordinate."""
@@ -47,7 +47,7 @@ class Contest:
 
 
 @dataclass(frozen=True)
-class Difference:
+class FirstDifference:
     """The first coordinate at which claims differ, and the value of each claim there, as text."""
 
     at: tuple[int, ...]
@@ -65,7 +65,7 @@ def first_differences(
     storage: Storage,
     contests: Sequence[Contest],
     workers: Sequence[int],
-) -> list[Difference | None]:
+) -> list[FirstDifference | None]:
     """Per contest the first difference in row-major order; None where all claims are equal.
 
     All seats call it with equal contests; each hashes what it holds.
@@ -120,7 +120,7 @@ def _values(
     contests: Sequence[Contest],
     boxes: Sequence[Box | None],
     workers: Sequence[int],
-) -> list[Difference | None]:
+) -> list[FirstDifference | None]:
     """What each claim holds at the places found, told by the seats that hold them."""
     mine: list[list[Any]] = []
     for i, (contest, box) in enumerate(zip(contests, boxes, strict=True)):
@@ -133,12 +133,12 @@ def _values(
     for report in control.gather_values(f"{name}/what", mine).values():
         for i, j, plain, bits in report:
             told[i, j] = (plain, bits)
-    found: list[Difference | None] = []
+    found: list[FirstDifference | None] = []
     for i, box in enumerate(boxes):
         own = [told.get((i, j), ("?", "?")) for j in range(len(contests[i].claims))]
         alike = len({plain for plain, _ in own}) < len(own)
         texts = tuple(f"{plain} ({bits})" if alike else plain for plain, bits in own)
-        found.append(None if box is None else Difference(box.lo, texts))
+        found.append(None if box is None else FirstDifference(box.lo, texts))
     return found
 
 

@@ -12,7 +12,7 @@ from dynadapt.elastic.plan_report import PlanReport
 from dynadapt.errors import Refused
 from dynadapt.report import maps, traffic
 from dynadapt.report.build import picture_of, picture_of_plan
-from dynadapt.report.maps import TensorMap, ranks_text, tensor_maps
+from dynadapt.report.maps import DrawnTensor, ranks_text, tensor_maps
 from dynadapt.report.sample import sample_model
 from dynadapt.report.traffic import (
     MAX_WORLD,
@@ -58,7 +58,7 @@ def _brute(layout: MeshLayout, name: str) -> dict[tuple[int, ...], set[int]]:
     return found
 
 
-def _full(own: TensorMap) -> np.ndarray:
+def _full(own: DrawnTensor) -> np.ndarray:
     """The map as a grid of single elements."""
     cells = own.cells(*own.size)
     grid = np.full(own.size, -1)
