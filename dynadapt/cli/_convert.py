@@ -14,6 +14,7 @@ from rich.markup import escape
 from dynadapt.cli._arrange import Conversion, takes_conversion
 from dynadapt.cli._interrupt import interruptible
 from dynadapt.cli._options import JsonOption
+from dynadapt.errors import DynadaptError
 
 if TYPE_CHECKING:
     from dynadapt.elastic.conversion_report import ConversionReport
@@ -47,7 +48,7 @@ def convert(
 
     from dynadapt import offline
 
-    rank, world = (int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1)))
+    rank, world = _launched()
     console = Console(stderr=True)
     hidden = bool(rank) or not console.is_terminal
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
@@ -71,6 +72,21 @@ def convert(
         typer.echo(json.dumps(report.to_json(), indent=2))
     else:
         _print(Console(), report)
+
+
+def _launched() -> tuple[int, int]:
+    """Which of how many processes this is, as torchrun and its like say; alone where they do not."""
+    told = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE")]
+    if None in told:
+        return 0, 1
+    try:
+        rank, world = (int(text or "") for text in told)
+    except ValueError:
+        rank, world = 0, 0
+    if not 0 <= rank < world:
+        cause = f"RANK={told[0]} of WORLD_SIZE={told[1]} is no process: unset both, or let torchrun set them"
+        raise DynadaptError(cause, reason="bad-argument")
+    return rank, world
 
 
 def _print(console: Console, report: ConversionReport) -> None:

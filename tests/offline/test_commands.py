@@ -209,6 +209,27 @@ def test_a_layout_like_anothers_and_an_order_from_a_file(saved: Path, tmp_path: 
     _run("diff", tmp_path / "x", tmp_path / "y")
 
 
+@pytest.mark.parametrize(
+    ("told", "code"),
+    [
+        ({"WORLD_SIZE": "8"}, 0),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, 0),
+        ({"RANK": "8", "WORLD_SIZE": "8"}, 2),
+        ({"RANK": "", "WORLD_SIZE": "two"}, 2),
+    ],
+)
+def test_what_a_launcher_says_and_does_not(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: dict[str, str], code: int
+) -> None:
+    """A shell inside a job has some of it: one process is alone unless it is told its number, too."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    said = _run("convert", saved, tmp_path / "x", "--to", "safetensors", code=code)
+    assert ("bad-argument" in said) == (code == 2)
+
+
 def test_a_page_of_differences(saved: Path, tmp_path: Path) -> None:
     """Whatever is in a name stands there as text."""
     torch.save({"<b>&w": torch.ones(2), "v": torch.ones(3)}, tmp_path / "a.pt")
