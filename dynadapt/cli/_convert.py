@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +13,7 @@ from rich.markup import escape
 from dynadapt.cli._arrange import Conversion, takes_conversion
 from dynadapt.cli._interrupt import interruptible
 from dynadapt.cli._options import JsonOption
+from dynadapt.cli._output import print_json
 from dynadapt.errors import DynadaptError
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def convert(
     if rank:
         return
     if as_json:
-        typer.echo(json.dumps(report.to_json(), indent=2))
+        print_json(report.to_json())
     else:
         _print(Console(), report)
 

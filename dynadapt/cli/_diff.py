@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +14,7 @@ from rich.table import Column, Table
 from dynadapt.cli._arrange import ModelOption, OrderOption, said_of
 from dynadapt.cli._diff_page import page_of
 from dynadapt.cli._options import Globs, JsonOption, WeightsOption, WorkersOption
+from dynadapt.cli._output import print_json
 from dynadapt.errors import Refused
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def diff(
     if html is not None:
         _write_page(html, page_of(str(a), str(b), found))
     if as_json:
-        typer.echo(json.dumps({"a": str(a), "b": str(b), **found.to_json()}, indent=2))
+        print_json({"a": str(a), "b": str(b), **found.to_json()})
     else:
         _print(Console(), found)
     sys.exit(0 if found.same else 1)

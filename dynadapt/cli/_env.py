@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import platform
 from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
 import dynadapt
 from dynadapt.cli._options import JsonOption
+from dynadapt.cli._output import print_json
 
 __all__ = ["env", "version"]
 
@@ -39,7 +38,7 @@ def env(as_json: JsonOption = False) -> None:
         ],
     }
     if as_json:
-        typer.echo(json.dumps(facts, indent=2))
+        print_json(facts)
         return
     table = Table("", "", show_header=False)
     for name in ("dynadapt", "python", "platform"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +13,7 @@ from rich.table import Column, Table
 
 from dynadapt.cli._arrange import ModelOption, OrderOption, said_of
 from dynadapt.cli._options import JsonOption, WorkersOption
+from dynadapt.cli._output import print_json
 
 if TYPE_CHECKING:
     from dynadapt.elastic.checkpoint import Checkpoint
@@ -44,7 +44,7 @@ def inspect(
     if as_json:
         if summary:
             facts.pop("tensors")
-        typer.echo(json.dumps(facts, indent=2, default=str))
+        print_json(facts)
     else:
         _print(Console(), found, facts, summary, shards)
     if facts["problems"]:
@@ -62,7 +62,10 @@ def fingerprint(
     from dynadapt import offline
 
     value = offline.open(path, **said_of(model, order)).fingerprint(threads=workers)
-    typer.echo(json.dumps({"path": str(path), "fingerprint": value}) if as_json else value)
+    if as_json:
+        print_json({"path": str(path), "fingerprint": value})
+    else:
+        typer.echo(value)
 
 
 def verify(
@@ -84,7 +87,7 @@ def verify(
             "problems": [f.to_json() for f in findings],
             "warnings": [f.to_json() for f in warnings],
         }
-        typer.echo(json.dumps({"path": str(path), **facts}, indent=2))
+        print_json({"path": str(path), **facts})
     else:
         console = Console()
         for finding in findings:

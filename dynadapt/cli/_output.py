@@ -1,12 +1,16 @@
-"""Standard output and error, where what is printed may be lost: the work goes on, its exit code says so."""
+"""What is printed: as JSON, and where it may be lost. Then the work goes on, and its exit code says so."""
 
 from __future__ import annotations
 
 import errno
+import json
+import math
 import signal
 from typing import Any, TextIO
 
-__all__ = ["NO_READER", "Output"]
+import typer
+
+__all__ = ["NO_READER", "Output", "print_json"]
 
 NO_READER = 128 + signal.SIGPIPE
 """The exit code where who read the output has gone: a shell's for what such a signal ends."""
@@ -50,3 +54,22 @@ class Output:
     def unread(self) -> bool:
         """Whether it was lost because its reader has gone, which is no error."""
         return self.lost is not None and self.lost.errno == errno.EPIPE
+
+
+def print_json(facts: Any, indent: int | None = 2) -> None:
+    """Print plain values as any JSON reader takes them: a number that is not finite as a text.
+
+    >>> print_json({"lr": float("inf"), "betas": (0.9, 0.95)}, indent=None)
+    {"lr": "inf", "betas": [0.9, 0.95]}
+    """
+    typer.echo(json.dumps(_finite(facts), indent=indent, default=str, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +14,7 @@ from rich.table import Table
 
 from dynadapt.cli._arrange import Conversion, takes_conversion
 from dynadapt.cli._options import JsonOption, size_of
+from dynadapt.cli._output import print_json
 from dynadapt.errors import DynadaptError
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def plan(
         "families": _families(layouts, found, shape),
     }
     if as_json:
-        typer.echo(json.dumps(facts, indent=2))
+        print_json(facts)
         return
     _print(console, facts, _whole(shape, rules, layouts))
 
@@ -134,7 +134,7 @@ def _of_checkpoint(source: Path, wanted: Conversion, as_json: bool) -> None:
 
     found = offline.plan(source, **wanted.arguments())
     if as_json:
-        typer.echo(json.dumps(found.to_json(), indent=2))
+        print_json(found.to_json())
         return
     what = f"{found.format}/{found.layout}" if found.layout else found.format
     table = Table("", "", show_header=False, title=escape(f"{source} -> {what}"))

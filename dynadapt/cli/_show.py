@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from dynadapt.cli._options import JsonOption
+from dynadapt.cli._output import print_json
 from dynadapt.errors import DynadaptError, Finding, Refused
 
 __all__ = ["show"]
@@ -79,7 +80,7 @@ def show(
 
         write(picture, out)
     if as_json:
-        typer.echo(json.dumps(picture.to_json()))
+        print_json(picture.to_json(), indent=None)
     elif out is not None:
         typer.echo(f"wrote {out}")
     else:

@@ -230,6 +230,23 @@ def test_what_a_launcher_says_and_does_not(
     assert ("bad-argument" in said) == (code == 2)
 
 
+def test_json_is_what_any_reader_takes(tmp_path: Path) -> None:
+    """JSON has no infinity and no NaN."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=float("inf"))
+    for name, value in (("a", float("nan")), ("b", 1.0)):
+        told = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "best": value}
+        torch.save(told, tmp_path / f"{name}.pt")
+
+    def refuse(word: str) -> None:
+        raise ValueError(word)
+
+    shown = _run("inspect", tmp_path / "a.pt", "--json")
+    assert json.loads(shown, parse_constant=refuse)["groups"][0]["lr"] == "inf"
+    shown = _run("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--json", code=1)
+    assert "nan" in str(json.loads(shown, parse_constant=refuse)["aux"])
+
+
 def test_a_page_of_differences(saved: Path, tmp_path: Path) -> None:
     """Whatever is in a name stands there as text."""
     torch.save({"<b>&w": torch.ones(2), "v": torch.ones(3)}, tmp_path / "a.pt")
