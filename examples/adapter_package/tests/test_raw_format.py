@@ -70,6 +70,20 @@ def test_there_and_back(tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
     assert _run(monkeypatch, "diff", tmp_path / "there", tmp_path / "back") == 0
 
 
+@pytest.mark.parametrize("words", [["raw/zero3:dp=2"], ["raw", "--dtype", "bf16"]])
+def test_what_it_cannot_be_is_refused(
+    tmp_path: Path,
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """And not passed over; nothing is left of it."""
+    dynadapt.save(_job(0), tmp_path / "a", "torch")
+    assert _run(monkeypatch, "convert", tmp_path / "a", tmp_path / "b", "--to", *words) == 2
+    assert "unsupported-format" in capfd.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
 def test_what_is_broken_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part that is short, and an index that is none."""
     dynadapt.save(_job(0), tmp_path / "raw", "raw")

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dynadapt.errors import Finding, Refused
 from dynadapt.files import FileBuffer
 from dynadapt.protocols import Agree, AuxItem, Described, FileTarget, Outcome, alone
 from dynadapt.vps import wire
@@ -47,7 +48,14 @@ class RawFormat:
         return _described(Path(x), specs, scalars=told["scalars"], aux=aux)
 
     def prepare(self, x: FileTarget, keys: tuple[KeySpec, ...]) -> Described:
-        """Make the files in their full size, unless the target is `dry`; say what goes where."""
+        """Make the files in their full size, unless the target is `dry`; say what goes where.
+
+        Raises `Refused` (`unsupported-format`) for a layout or a dtype: it has whole tensors, as they come.
+        """
+        asked = f"{x.layout or ''} {x.options.get('dtype', '')}".strip()
+        if asked:
+            cause = f"has whole tensors in their own dtypes, and {asked} was asked for"
+            raise Refused([Finding("unsupported-format", self.name, cause, "--to raw alone")])
         made = _described(Path(x.path), [key for key in keys if not key.derived])
         for name, buffer in () if x.dry else made.buffers.items():
             with (Path(x.path) / name).open(
