@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import dynadapt
 from dynadapt.elastic.checkpoint import open_checkpoint
@@ -126,6 +131,30 @@ def test_every_optimizer_goes_on_from_every_format(tmp_path: Path, kind: str) ->
     stayed = [job.step(number) for number in range(4, 7)]
     assert stayed == after.pop("losses").tolist()
     assert all(torch.equal(value, after[name]) for name, value in job.tensors().items())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_parameter_that_was_never_stepped_is_the_same_everywhere(tmp_path: Path) -> None:
+    """Its states are zeros or not there: one fingerprint, and every process reads them in one order."""
+    job = Job(unused=True)
+    job.save(tmp_path / "job.pt")
+    wanted = job.fingerprint()
+    for to in ("zero0:dp=1", "universal", "zero2:dp=3", "zero3:dp=2", "dcp", "torch", "accelerate"):
+        at = tmp_path / to.partition(":")[0]
+        dynadapt.convert(tmp_path / "job.pt", at, to)
+        assert dynadapt.fingerprint(at, model=job.model) == wanted, to
+        dynadapt.convert(at, f"{at}-zero1", "zero1:dp=2", model=job.model)
+        assert dynadapt.fingerprint(f"{at}-zero1") == wanted, to
+    model, states = get_state_dict(job.model, job.optimizer)
+    dcp.save({"model": model, "optimizer": states}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    program = "import sys, dynadapt; print(*dynadapt.open(sys.argv[1]).own.specs, sep='\\n')"
+    told = set()
+    for seed in "12345":
+        arguments = [sys.executable, "-c", program, str(tmp_path / "saved")]
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        told.add(subprocess.run(arguments, env=env, check=True, capture_output=True).stdout)
+    assert len(told) == 1
+    assert b"presence='none'" in told.pop()
 
 
 def test_a_deepspeed_job_becomes_a_plain_one(

@@ -167,10 +167,10 @@ class Reading(Chunks):
                 slots = slots_of(group["hyper"], param.shape) if param is not None else {}
                 if param is None or not have.get(name, set()) <= slots.keys():
                     continue
-                for slot in slots.keys() - have.get(name, set()):
+                for slot, shape in slots.items():  # the same order in every process
                     key = Key(name, slot)
                     more: dict[str, Any] = {"kind": "state", "presence": "none"}
-                    self.specs[key] = replace(param, key=key, shape=slots[slot], **more)
+                    self.specs.setdefault(key, replace(param, key=key, shape=shape, **more))
 
     def _rest(self, saved: Saved) -> None:
         """What is neither model nor optimizer: a schedule, small tensors and objects as values."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from dynadapt.adapters.checkpoints._deepspeed_files import groups_of, number, options_of
 from dynadapt.adapters.checkpoints._deepspeed_read import Reading
+from dynadapt.adapters.checkpoints._optimizer_kinds import slots_of
 from dynadapt.adapters.checkpoints._param_order import names_in_flats, names_of_entries
 from dynadapt.adapters.checkpoints._pickle import StoredTensor
 from dynadapt.errors import Finding, Refused
@@ -119,7 +120,17 @@ class Whole(Reading):
         names = self._fused(params) if self.fused else self._single(params)
         shapes = [{name: params[name] for name in own} for own in names]
         number_of = {name: i for i, own in enumerate(names) for name in own}
+        self._absent(names)
         return self._groups_item(shapes, number_of, self.param_groups if any(names) else [])
+
+    def _absent(self, names: Sequence[Sequence[str]]) -> None:
+        """The states that members were never given, since no gradient reached them."""
+        given = {key.name for key, spec in self.specs.items() if spec.kind == "state"}
+        for group, (own, hyper) in enumerate(zip(names, self.param_groups, strict=False)):
+            for name in (n for n in own if n not in given):
+                param = self.specs[Key(name, "param")]
+                for slot, shape in slots_of(hyper, param.shape).items():
+                    self._spec(Key(name, slot), shape, param.dtype, group, presence="none")
 
     def _told(self, group: int, params: Mapping[str, Any]) -> list[str] | None:
         """The names of a group, if the file or the user says them."""

@@ -84,8 +84,7 @@ class UniversalDir(Format):
             master = model.by_key[Key(name, "param")]
             for slot in ("param", *model.slots(name)):
                 known = model.by_key.get(Key(name, slot), master)
-                if known.presence == "none":
-                    continue
+                # A state that was never made is zeros: the loaders ask for every parameter's.
                 spec = replace(known, dtype="float32", presence="present")
                 laid.whole(f"{tag}/zero/{name}/{_file(slot)}.pt", spec, "0")
             key = Key(name, "compute")
