@@ -97,8 +97,9 @@ def stream(
     ]
     if findings:
         raise Refused(findings)
-    lots = _lots((n for n in by_buffer if share is None or n in share), targets)
     order = {name: sorted(rows, key=lambda r: r.offset) for name, rows in by_buffer.items()}
+    chosen = [name for name in order if share is None or name in share]
+    lots = _lots(chosen, targets, _copies({name: order[name] for name in chosen}, targets, matched))
     with Watch(on_bytes, on_mark, stop) as watch:
         forks = Forks() if fork and threads > 1 else None
         writer = Writer(matched, sources, narrow, piece, begun, forks or watch)
@@ -146,11 +147,30 @@ def _by_threads(
             raise
 
 
-def _lots(names: Iterable[str], targets: Mapping[str, FileBuffer]) -> list[list[str]]:
+def _copies(
+    order: Mapping[str, Sequence[Row]], targets: Mapping[str, FileBuffer], matched: Match
+) -> dict[str, list[str]]:
+    """Buffers that hold a derived copy of what another one holds, by that one: its source is in the cache."""
+    alone: dict[bool, dict[Key, str]] = {False: {}, True: {}}
+    for name, rows in order.items():
+        pair = matched.by_target.get(rows[0].key) if len(rows) == 1 else None
+        if pair is not None and targets[name].nbytes <= LOT:
+            alone[pair.target.derived][pair.source.key] = name
+    found: dict[str, list[str]] = {}
+    for key, name in alone[True].items():
+        if (master := alone[False].get(key)) is not None:
+            found.setdefault(master, []).append(name)
+    return found
+
+
+def _lots(
+    names: Iterable[str], targets: Mapping[str, FileBuffer], copies: Mapping[str, Sequence[str]]
+) -> list[list[str]]:
     """Buffers as they are handed over: large ones first, small ones of a file together, files by turns.
 
-    A file system lets one writer at a time into a file.
+    A file system lets one writer at a time into a file. `copies` come with what they are of.
     """
+    names = set(names).difference(*copies.values())
     files: dict[str, list[list[str]]] = {}
     room: dict[str, int] = {}
     for name in sorted(names, key=lambda name: (-targets[name].nbytes, name)):
@@ -159,7 +179,7 @@ def _lots(names: Iterable[str], targets: Mapping[str, FileBuffer]) -> list[list[
         if room.get(path, 0) <= 0:
             own.append([])
             room[path] = LOT
-        own[-1].append(name)
+        own[-1] += (name, *copies.get(name, ()))
         room[path] -= max(targets[name].nbytes, 1)
     turns = zip_longest(*files.values(), fillvalue=[])
     return [lot for turn in turns for lot in turn if lot]

@@ -27,6 +27,7 @@ __all__ = [
     "Size",
     "Storage",
     "StoredTensor",
+    "is_flat",
     "read_pickle",
 ]
 
@@ -354,6 +355,20 @@ def _parts(node: Any) -> list[Any] | None:
     if isinstance(node, Opaque):
         return [node.args, node.kwargs, node.state, node.items, node.elements]
     return None
+
+
+_PLAIN = frozenset({StoredTensor, int, str, bool, type(None)})
+
+
+def is_flat(tree: Any) -> bool:
+    """Whether it is a tensor, or a dict of tensors and plain values: what small files hold, and many of them.
+
+    >>> is_flat({"cat_dim": 0}), is_flat({"a": []})
+    (True, False)
+    """
+    if type(tree) is not dict:
+        return type(tree) is StoredTensor
+    return all(type(k) is str and type(v) in _PLAIN for k, v in tree.items())
 
 
 def read_pickle(data: bytes, where: str) -> Any:

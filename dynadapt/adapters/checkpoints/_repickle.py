@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dynadapt.adapters.checkpoints._pickle import (
@@ -18,6 +19,7 @@ from dynadapt.adapters.checkpoints._pickle import (
     Size,
     Storage,
     StoredTensor,
+    is_flat,
 )
 
 if TYPE_CHECKING:
@@ -145,6 +147,20 @@ def write_pickle(tree: Any) -> bytes:
     >>> read_pickle(write_pickle({"a": Global("torch", "float32")}), "x")
     {'a': Global(module='torch', name='float32')}
     """
+    if not is_flat(tree):
+        return _pickled(tree)
+    if not isinstance(tree, dict):
+        return _pickled_flat(tree)
+    return _pickled_flat(tuple(tree.items()), tuple(map(type, tree.values())))
+
+
+def _pickled(tree: Any) -> bytes:
     out = io.BytesIO()
     _Writer(out).dump(tree)
     return out.getvalue()
+
+
+@lru_cache(maxsize=1 << 10)
+def _pickled_flat(tree: Any, kinds: tuple[type, ...] | None = None) -> bytes:
+    """The same of a tensor, or of the items of a dict and their types (as 0 equals False): there are many."""
+    return _pickled(tree if kinds is None else dict(tree))

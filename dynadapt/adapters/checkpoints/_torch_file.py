@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from isal.isal_zlib import crc32
 
-from dynadapt.adapters.checkpoints._pickle import StoredTensor, read_pickle
+from dynadapt.adapters.checkpoints._pickle import StoredTensor, is_flat, read_pickle
 from dynadapt.errors import Finding, Refused
 from dynadapt.files import FileBuffer, mapped
 from dynadapt.vps.keys import ITEMSIZE
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["TorchFile", "read_torch"]
 
 SHORT = 512
-"""Bytes of a pickle of one tensor, at most."""
+"""Bytes of a pickle of one tensor and little else, at most."""
 
 KNOWN = 1 << 14
 """Pickles that are kept."""
@@ -113,19 +113,19 @@ def read_torch(
 _DATA = "data/"
 
 
-_trees: dict[bytes, StoredTensor] = {}
+_trees: dict[bytes, Any] = {}
 _lock = Lock()
 
 
 def _tree(data: bytes, path: str) -> Any:
-    """What a pickle says. The pickles of a checkpoint's chunks are few, each of them thousands of times."""
+    """What a pickle says. The small pickles of a checkpoint are few, each of them thousands of times."""
     known = _trees.get(data) if len(data) <= SHORT else None
     if known is not None:
-        return known
+        return dict(known) if isinstance(known, dict) else known
     tree = read_pickle(data, path)
-    if len(data) <= SHORT and isinstance(tree, StoredTensor):
+    if len(data) <= SHORT and is_flat(tree):
         with _lock:
             if len(_trees) >= KNOWN:
                 _trees.clear()
-            _trees[data] = tree
+            _trees[data] = dict(tree) if isinstance(tree, dict) else tree
     return tree
