@@ -13,7 +13,7 @@ from dynadapt.transport.sources import PIECE
 __all__ = ["FORK_BYTES", "Budget", "Effort", "anonymous_bytes", "thread_bytes"]
 
 FORK = 128 << 20
-"""Bytes that are written from which on forked processes are worth it."""
+"""Bytes from which on forked processes are worth it."""
 
 FORK_BYTES = 10 << 20
 """What a forked process changes of the tables that it has from its parent, beside what a thread takes."""
@@ -67,7 +67,7 @@ class Budget:
         return cls(most, (anonymous_bytes() or 0) if most is not None else 0)
 
     def forks(self, nbytes: int) -> bool:
-        """Whether forked processes shall work on so many bytes that are written."""
+        """Whether forked processes shall work on so many bytes."""
         return self.most is None and nbytes >= FORK and may_fork()
 
     def effort(self, threads: int, *, again: bool = True) -> Effort:

@@ -7,11 +7,13 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from dynadapt.elastic.budget import Budget
 from dynadapt.elastic.tensors import Tensors
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import FileSource
 from dynadapt.registry import adapter_for
 from dynadapt.transport.certificate import fingerprint
+from dynadapt.transport.forks import ForkLost
 from dynadapt.transport.sums import key_sums
 from dynadapt.vps import cover
 from dynadapt.vps.layout import RowLayout
@@ -130,8 +132,23 @@ class Checkpoint:
     def sums(
         self, *, threads: int = 2, known: Mapping[RowInFile, int] | None = None
     ) -> tuple[dict[Key, int], tuple[Finding, ...]]:
-        """Sums by key, and replicas that differ, by file. Reads all but the `known` rows."""
-        return key_sums(self.layout, self.buffers, threads=threads, names=self.files, known=known)
+        """Sums by key, and replicas that differ, by file. Reads all but the `known` rows.
+
+        Raises `Refused` (`truncated-file`, `worker-lost`).
+        """
+        nbytes = sum(spec.nbytes for spec in self.layout.keys if spec.presence == "present")
+        fork = known is None and threads > 1 and Budget().forks(nbytes)
+        try:
+            return key_sums(
+                self.layout, self.buffers, threads=threads, names=self.files, known=known, fork=fork
+            )
+        except ForkLost as error:
+            cause = (
+                "a process that read it was killed: for want of memory, or as a file was cut short"
+            )
+            raise Refused(
+                [Finding("worker-lost", self.path, cause, "--workers 1 takes less")]
+            ) from error
 
     def fingerprint(self, *, threads: int = 2) -> str:
         """The layout-free fingerprint of the state; raises `Refused` (`uncovered`, `replicas-differ`)."""

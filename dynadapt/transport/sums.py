@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from dynadapt.errors import Finding
+from dynadapt.errors import Finding, Refused
 from dynadapt.transport.certificate import weighted_sum
+from dynadapt.transport.forks import Forks
 from dynadapt.transport.read_back import row_in_file
 from dynadapt.transport.sources import Sources, view_of
 from dynadapt.transport.weights import MASK
 from dynadapt.vps.box import Box, atoms
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from dynadapt.files import FileBuffer
     from dynadapt.transport.read_back import RowInFile
-    from dynadapt.vps.keys import Key
+    from dynadapt.vps.keys import Key, KeySpec
     from dynadapt.vps.layout import Row, RowLayout
 
 __all__ = ["key_sums"]
+
+LOT = 8 << 20
+"""Bytes of keys that are summed by one thread or process before it takes others, at least."""
 
 _FIX = "copy them again; if they are as they were saved, convert takes the first one's"
 
@@ -32,10 +37,12 @@ def key_sums(
     threads: int = 2,
     names: Mapping[int, str] | None = None,
     known: Mapping[RowInFile, int] | None = None,
+    fork: bool = False,
 ) -> tuple[dict[Key, int], tuple[Finding, ...]]:
     """The sum of every key, derived copies too, and a finding for each replica that differs.
 
-    `names` say what endpoints are called. `known` rows are not read: their sums are told.
+    `names` say what endpoints are called. `known` rows are not read: their sums are told. Threads are at
+    work, or with `fork` processes. Raises `Refused`, and `ForkLost`.
     """
     told, have = names or {}, known or {}
     sources = Sources(layout, buffers)
@@ -43,11 +50,8 @@ def key_sums(
     def one(row: Row, box: Box) -> int:
         return weighted_sum(view_of(sources.array(row), row, box), box, row.key)
 
-    def key_of(at: int) -> tuple[Key, int, list[Finding]]:
-        spec = layout.keys[at]
+    def add(spec: KeySpec, done: _Lot) -> None:
         key = spec.key
-        total = 0
-        drifted: list[Finding] = []
         first: dict[Box, tuple[int, int]] = {}
         for endpoint, row in layout.held(key):
             own = row_in_file(row, buffers[row.buffer]) if have else None
@@ -59,22 +63,60 @@ def key_sums(
                 here, there = (told.get(e, str(e)) for e in (endpoint, other))
                 where = f"{key} {row.box}"
                 cause = f"replicas differ: {there} and {here}"
-                drifted.append(Finding("replicas-differ", where, cause, _FIX))
+                done.drifted.append(Finding("replicas-differ", where, cause, _FIX))
         if sum(box.volume for box in first) <= spec.numel:
             total = sum(value for _, value in first.values())
         else:  # boxes that overlap in part: every element counts once
             rows = sources.rows(key, Box.whole(spec.shape))
-            for cell, numbers in atoms(row.box for row in rows):
-                total += one(rows[numbers[0]], cell)
-        return key, total & MASK, drifted
+            cells = atoms(row.box for row in rows)
+            total = sum(one(rows[numbers[0]], cell) for cell, numbers in cells)
+        done.sums[key] = total & MASK
 
-    moving = [i for i, s in enumerate(layout.keys) if s.numel and s.presence == "present"]
-    moving.sort(key=lambda i: -layout.keys[i].nbytes)
-    with ThreadPoolExecutor(threads) as pool:
+    def summed(lot: Sequence[int]) -> _Lot:
+        done = _Lot()
         try:
-            answers = list(pool.map(key_of, moving))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    findings = tuple(f for _, _, drifted in answers for f in drifted)
-    return {key: total for key, total, _ in answers}, findings
+            for at in lot:
+                add(layout.keys[at], done)
+        except Refused as error:
+            done.refused = error.findings
+        return done
+
+    lots = _lots(layout.keys)
+    if fork:
+        with Forks().begun(summed, lots, threads) as asked:
+            found = [each.result() for each in asked]
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            try:
+                found = list(pool.map(summed, lots))
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    refused = [finding for each in found for finding in each.refused]
+    if refused:
+        raise Refused(refused)
+    sums = {key: value for each in found for key, value in each.sums.items()}
+    return sums, tuple(finding for each in found for finding in each.drifted)
+
+
+@dataclass
+class _Lot:
+    """What some keys came to: also from another process, so what was refused is a value."""
+
+    sums: dict[Key, int] = field(default_factory=dict)
+    drifted: list[Finding] = field(default_factory=list)
+    refused: tuple[Finding, ...] = ()
+
+
+def _lots(specs: Sequence[KeySpec]) -> list[list[int]]:
+    """Numbers of keys as they are handed over: large ones first, small ones together."""
+    lots: list[list[int]] = []
+    room = 0
+    moving = [i for i, s in enumerate(specs) if s.numel and s.presence == "present"]
+    for at in sorted(moving, key=lambda i: -specs[i].nbytes):
+        if room <= 0:
+            lots.append([])
+            room = LOT
+        lots[-1].append(at)
+        room -= specs[at].nbytes
+    return lots

@@ -16,8 +16,8 @@ import pytest
 from dynadapt import offline
 from dynadapt.elastic import budget
 from dynadapt.elastic.verification import verified
-from dynadapt.errors import Refused
-from dynadapt.transport import filling
+from dynadapt.errors import Finding, Refused
+from dynadapt.transport import filling, sums
 from tests.offline._killing import act_at, contents, die, in_fork, source_in
 
 if TYPE_CHECKING:
@@ -97,6 +97,26 @@ def test_forks_and_their_parent_killed_at_any_point(tmp_path: Path) -> None:
         shutil.rmtree(target)
     assert set(codes) == {0, 3, -signal.SIGKILL}
     assert contents(target) == whole
+
+
+@pytest.mark.usefixtures("forks")
+def test_forks_that_sum_what_files_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one thread does, and what is amiss is told, too; one that is killed is."""
+    source = source_in(tmp_path / "a", 300, 30)
+    found, alone = offline.open(source), os.getpid()
+    assert found.fingerprint() == found.fingerprint(threads=1)
+
+    def refuse(*_: object) -> int:
+        assert os.getpid() != alone
+        raise Refused([Finding("truncated-file", "x", "is short")])
+
+    monkeypatch.setattr(sums, "weighted_sum", refuse)
+    with pytest.raises(Refused, match="is short"):
+        found.fingerprint()
+    monkeypatch.setattr(sums, "weighted_sum", lambda *_: alone == os.getpid() or die())
+    with pytest.raises(Refused) as caught:
+        found.fingerprint()
+    assert caught.value.reason == "worker-lost"
 
 
 @pytest.mark.usefixtures("forks")
