@@ -84,13 +84,19 @@ def order_in_file(path: Path) -> tuple[Order, Groups]:
     if not order:
         cause, fix = "has no name in it", "list every parameter, or leave --order out"
         raise Refused([Finding("no-order", str(path), cause, fix)])
-    if not shapes:
-        return order, groups
-    twice = [name for name, n in Counter(order).items() if n > 1]
-    if twice:
-        cause = f"stands in {path} more than once"
-        raise Refused([Finding("duplicate-name", name, cause) for name in twice])
-    return {name: shapes.get(name) for name in order}, groups
+    if twice := _twice(order):
+        raise Refused(twice)
+    return ({name: shapes.get(name) for name in order} if shapes else order), groups
+
+
+def _twice(order: Iterable[str]) -> list[Finding]:
+    cause = "stands in the order more than once: where it lies cannot be told"
+    fix = "list every parameter once"
+    return [
+        Finding("duplicate-name", name, cause, fix)
+        for name, n in Counter(iter(order)).items()
+        if n > 1
+    ]
 
 
 def _of_json(path: Path, text: str) -> tuple[tuple[str, ...], Groups, Shapes]:
@@ -98,19 +104,25 @@ def _of_json(path: Path, text: str) -> tuple[tuple[str, ...], Groups, Shapes]:
         found = json.loads(text)
         found = found if isinstance(found, dict) else {"order": found}
         groups = found.get("groups", ())
-        named = [found["order"], *groups]
-        if not all(isinstance(n, str) for own in named for n in own):
-            raise TypeError("a name is a text")
-        shapes = {name: tuple(own) for name, own in found.get("shapes", {}).items()}
-        if any(type(n) is not int or n < 0 for own in shapes.values() for n in own):
+        named, shapes = [found["order"], *groups], found.get("shapes", {})
+        if not all(isinstance(own, list) and all(isinstance(n, str) for n in own) for own in named):
+            raise TypeError("names are a list of texts")
+        if not all(isinstance(own, list) and all(map(_is_size, own)) for own in shapes.values()):
             raise TypeError("a shape is a list of sizes")
-        return tuple(found["order"]), tuple(map(tuple, groups)), shapes
+        if unknown := sorted(shapes.keys() - set(found["order"])):
+            raise ValueError(f"{', '.join(unknown[:3])}: a shape of what is not in the order")
+        sizes = {name: tuple(own) for name, own in shapes.items()}
+        return tuple(found["order"]), tuple(map(tuple, groups)), sizes
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         cause = (
             'is neither a list of names nor {"order": [...], "groups": [[...]], "shapes": {...}}: '
             f"{error!r}"
         )
         raise Refused([Finding("bad-json", str(path), cause[:240])]) from error
+
+
+def _is_size(n: object) -> bool:
+    return type(n) is int and n >= 0
 
 
 def known_of(
@@ -182,15 +194,15 @@ def check_names(
     own: Described,
     before: Callable[[Sequence[str]], Sequence[str]] = tuple,
 ) -> None:
-    """Raises `Refused` (`no-match`) with every name of an order that a source does not have.
+    """Raises `Refused` with every name of an order that a source does not have (`no-match`), or that is there twice.
 
     `before` gives the names that some may have had in the source. A model may have more than a checkpoint;
     who writes a list of names means those that are there.
     """
     names = {name for spec in own.specs for name in (spec.key.name, *spec.aliases)}
-    findings: list[Finding] = []
-    for name in (n for n in order if names.isdisjoint(before([n]))):
-        near = get_close_matches(name, names, 3) if len(findings) < MOST else []
+    findings = _twice(order)
+    for number, name in enumerate(n for n in order if names.isdisjoint(before([n]))):
+        near = get_close_matches(name, names, 3) if number < MOST else []
         cause = "stands in the order, and the source has nothing of that name"
         fix = f"did you mean {' or '.join(near)}?" if near else "take it out of the order"
         findings.append(Finding("no-match", name, cause, fix))
@@ -294,10 +306,7 @@ def _unknown(target: FileTarget, params: Sequence[KeySpec]) -> Iterable[Finding]
     held = {name for spec in params for name in (spec.key.name, *spec.aliases)}
     if target.order:
         order = set(target.order)
-        if len(order) < len(target.order):
-            cause = "stands in the order more than once: where it lies cannot be told"
-            for name in (name for name, n in Counter(target.order).items() if n > 1):
-                yield Finding("duplicate-name", name, cause, "list every parameter once")
+        yield from _twice(target.order)
         for spec in params:
             if order.isdisjoint((spec.key.name, *spec.aliases)):
                 cause = "is not in the order that was given"

@@ -114,10 +114,15 @@ def test_order_files(tmp_path: Path) -> None:
     assert order_in_file(at) == (shaped, (("a", "b"), ("c", "d")))
     at.write_text(json.dumps({"order": list("abcd"), "shapes": {"a": [4, 3], "c": [], "d": [5]}}))
     assert order_in_file(at) == (shaped, ())
-    at.write_text("a 4\na 4\n")
-    with pytest.raises(Refused, match="duplicate-name"):
-        order_in_file(at)
-    for bad in ("[1]", "{", '{"order": 3}', '{"groups": []}', '{"order": [], "shapes": {"a": 3}}'):
+    for twice in ("a 4\na 4\n", "a\nb\na\n", '["a", "a"]'):
+        at.write_text(twice)
+        with pytest.raises(Refused, match="duplicate-name"):
+            order_in_file(at)
+    for bad in (
+        *("[1]", "{", '{"order": 3}', '{"groups": []}', '{"order": [], "shapes": {"a": 3}}'),
+        *('{"order": "ab"}', '{"order": ["a"], "groups": ["a"]}', '{"order": ["a"], "shapes": 1}'),
+        *('{"order": ["a"], "shapes": {"b": [1]}}', '{"order": ["a"], "shapes": {"a": ""}}'),
+    ):
         at.write_text(bad)
         with pytest.raises(Refused, match="bad-json"):
             order_in_file(at)
@@ -191,3 +196,10 @@ def test_a_plan_is_what_the_conversion_then_does(ranks2: Pool, tmp_path: Path, t
     made = [p for p in b.rglob("*") if p.is_file() and p.name not in {"latest", "dynadapt.json"}]
     assert 0 < planned.files <= len(made)
     assert planned.seconds > 0
+
+
+def test_an_order_of_a_source_has_every_name_once(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "x.safetensors")
+    with pytest.raises(Refused) as caught:
+        offline.open(tmp_path / "x.safetensors", order=["a", "b", "a", "c"])
+    assert [finding.reason for finding in caught.value.findings] == ["duplicate-name", "no-match"]
