@@ -92,11 +92,8 @@ def order_in_file(path: Path) -> tuple[Order, Groups]:
 def _twice(order: Iterable[str]) -> list[Finding]:
     cause = "stands in the order more than once: where it lies cannot be told"
     fix = "list every parameter once"
-    return [
-        Finding("duplicate-name", name, cause, fix)
-        for name, n in Counter(iter(order)).items()
-        if n > 1
-    ]
+    counts = Counter(iter(order))  # a mapping itself would be taken for counts
+    return [Finding("duplicate-name", name, cause, fix) for name, n in counts.items() if n > 1]
 
 
 def _of_json(path: Path, text: str) -> tuple[tuple[str, ...], Groups, Shapes]:
@@ -194,7 +191,7 @@ def check_names(
     own: Described,
     before: Callable[[Sequence[str]], Sequence[str]] = tuple,
 ) -> None:
-    """Raises `Refused` with every name of an order that a source does not have (`no-match`), or that is there twice.
+    """Raises `Refused` with every name of an order that a source lacks (`no-match`), or that is there twice.
 
     `before` gives the names that some may have had in the source. A model may have more than a checkpoint;
     who writes a list of names means those that are there.
