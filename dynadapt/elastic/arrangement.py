@@ -49,7 +49,7 @@ def order_in_file(path: Path) -> tuple[Order, Groups]:
 
     A name may be followed by its shape, `4096x1024` or `scalar`; then the order is a dict. JSON is a list of
     names, or `{"order": [...], "groups": [[...], ...], "shapes": {name: [...]}}`. Raises `Refused`
-    (`no-file`, `bad-json`, `no-order` if it has no name, `duplicate-name`).
+    (`no-file`, `bad-json`, `no-order` if it has no name, `duplicate-name`, `groups`).
 
     >>> import pathlib, tempfile
     >>> at = pathlib.Path(tempfile.mkdtemp()) / "order.txt"
@@ -84,7 +84,7 @@ def order_in_file(path: Path) -> tuple[Order, Groups]:
     if not order:
         cause, fix = "has no name in it", "list every parameter, or leave --order out"
         raise Refused([Finding("no-order", str(path), cause, fix)])
-    if twice := _twice(order):
+    if twice := [*_twice(order), *_in_two(groups)]:
         raise Refused(twice)
     return ({name: shapes.get(name) for name in order} if shapes else order), groups
 
@@ -94,6 +94,12 @@ def _twice(order: Iterable[str]) -> list[Finding]:
     fix = "list every parameter once"
     counts = Counter(iter(order))  # a mapping itself would be taken for counts
     return [Finding("duplicate-name", name, cause, fix) for name, n in counts.items() if n > 1]
+
+
+def _in_two(groups: Groups) -> list[Finding]:
+    counts = Counter(name for own in groups for name in own)
+    cause, fix = "stands in the groups more than once", "leave it in one"
+    return [Finding("groups", name, cause, fix) for name, n in counts.items() if n > 1]
 
 
 def _of_json(path: Path, text: str) -> tuple[tuple[str, ...], Groups, Shapes]:
@@ -308,6 +314,7 @@ def _unknown(target: FileTarget, params: Sequence[KeySpec]) -> Iterable[Finding]
             if order.isdisjoint((spec.key.name, *spec.aliases)):
                 cause = "is not in the order that was given"
                 yield Finding("no-order", spec.key.name, cause, "list every parameter")
+    yield from _in_two(target.groups)
     for name in (n for own in target.groups for n in own):
         if name not in held:
             cause = "a group names it, and the source has no such parameter"

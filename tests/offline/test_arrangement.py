@@ -118,6 +118,9 @@ def test_order_files(tmp_path: Path) -> None:
         at.write_text(twice)
         with pytest.raises(Refused, match="duplicate-name"):
             order_in_file(at)
+    at.write_text(json.dumps({"order": ["a", "b"], "groups": [["a", "b"], ["a"]]}))
+    with pytest.raises(Refused, match="stands in the groups more than once"):
+        order_in_file(at)
     for bad in (
         *("[1]", "{", '{"order": 3}', '{"groups": []}', '{"order": [], "shapes": {"a": 3}}'),
         *('{"order": "ab"}', '{"order": ["a"], "groups": ["a"]}', '{"order": ["a"], "shapes": 1}'),
@@ -203,3 +206,12 @@ def test_an_order_of_a_source_has_every_name_once(tmp_path: Path) -> None:
     with pytest.raises(Refused) as caught:
         offline.open(tmp_path / "x.safetensors", order=["a", "b", "a", "c"])
     assert [finding.reason for finding in caught.value.findings] == ["duplicate-name", "no-match"]
+
+
+def test_a_parameter_is_in_one_group(tmp_path: Path) -> None:
+    torch.save({"model": {"a": torch.ones(2), "b": torch.ones(2)}}, tmp_path / "x.pt")
+    groups = [["a", "b"], ["a"]]
+    for to in ("zero1:dp=2", "torch"):
+        with pytest.raises(Refused, match="stands in the groups more than once") as caught:
+            offline.convert(tmp_path / "x.pt", tmp_path / "y", to, groups=groups)
+        assert caught.value.reason == "groups"
