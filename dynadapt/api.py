@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from dynadapt.elastic.arrangement import Order
+    from dynadapt.elastic.order_files import Order
     from dynadapt.elastic.outcome import MigrationReport
     from dynadapt.elastic.plan_report import PlanReport
     from dynadapt.elastic.side import Side

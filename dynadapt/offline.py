@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from dynadapt.elastic.arrangement import Order
     from dynadapt.elastic.comparison import Comparison
     from dynadapt.elastic.conversion_plan import ConversionPlan
     from dynadapt.elastic.conversion_report import ConversionReport
+    from dynadapt.elastic.order_files import Order
     from dynadapt.protocols import FileSource, FileTarget
     from dynadapt.transport.plan import Narrow
 

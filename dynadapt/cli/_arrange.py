@@ -113,7 +113,7 @@ def takes_conversion(command: Callable[..., None]) -> Callable[..., None]:
 
 def said_of(model: str | None, order: Path | None) -> dict[str, Any]:
     """The arguments of `offline.open` that these options mean."""
-    from dynadapt.elastic.arrangement import order_in_file
+    from dynadapt.elastic.order_files import order_in_file
 
     found: dict[str, Any] = {} if model is None else {"model": model}
     if order is not None:

@@ -2,130 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from dynadapt.elastic.order_files import in_two_groups, named_twice
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import FileSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
-    from pathlib import Path
 
     from torch import nn
 
     from dynadapt.elastic.checkpoint import Checkpoint
+    from dynadapt.elastic.order_files import Groups, Order
     from dynadapt.protocols import AuxItem, Described, FileTarget
     from dynadapt.vps.keys import KeySpec
 
-    Order = Sequence[str] | Mapping[str, Sequence[int] | None]
-    """Names in the model's order; some may have shapes."""
-
-__all__ = ["arranged", "check_names", "known_of", "like", "order_in_file", "source_of"]
+__all__ = ["arranged", "check_names", "known_of", "like", "source_of"]
 
 MOST = 20
 """Names whose neighbours are looked for."""
-
-Groups = tuple[tuple[str, ...], ...]
-Shapes = dict[str, tuple[int, ...]]
-
-_SHAPED = re.compile(r"^(\S+)\s+(scalar|\d+(?:x\d+)*)$")
 
 _FLAT = {"zero1", "zero2", "zero3", "fsdp1"}
 """Kinds that cut many parameters as one: what lies where depends on the order."""
 
 _BY_ORDER = _FLAT | {"zero0"}
 """Kinds whose states have no names, but numbers."""
-
-
-def order_in_file(path: Path) -> tuple[Order, Groups]:
-    """Names from a file: a line each, groups of the optimizer apart by empty lines; or JSON.
-
-    A name may be followed by its shape, `4096x1024` or `scalar`; then the order is a dict. JSON is a list of
-    names, or `{"order": [...], "groups": [[...], ...], "shapes": {name: [...]}}`. Raises `Refused`
-    (`no-file`, `bad-json`, `no-order` if it has no name, `duplicate-name`, `groups`).
-
-    >>> import pathlib, tempfile
-    >>> at = pathlib.Path(tempfile.mkdtemp()) / "order.txt"
-    >>> _ = at.write_text("a.weight\\na.bias\\n\\nhead.weight\\n")
-    >>> order_in_file(at)
-    (('a.weight', 'a.bias', 'head.weight'), (('a.weight', 'a.bias'), ('head.weight',)))
-    >>> _ = at.write_text("a.weight 4x3\\na.bias 4\\n")
-    >>> order_in_file(at)
-    ({'a.weight': (4, 3), 'a.bias': (4,)}, ())
-    """
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise Refused([Finding("no-file", str(path), f"cannot be read: {error}")]) from error
-    if text.lstrip()[:1] in {"[", "{"}:
-        order, groups, shapes = _of_json(path, text)
-    else:
-        shapes = {}
-        blocks: list[list[str]] = [[]]
-        for line in (line.strip() for line in text.splitlines()):
-            if not line:
-                blocks.append([])
-            elif match := _SHAPED.match(line):
-                blocks[-1].append(match[1])
-                sizes = [] if match[2] == "scalar" else match[2].split("x")
-                shapes[match[1]] = tuple(map(int, sizes))
-            else:
-                blocks[-1].append(line)
-        groups = tuple(tuple(block) for block in blocks if block)
-        order = tuple(name for own in groups for name in own)
-        groups = groups if len(groups) > 1 else ()
-    if not order:
-        cause, fix = "has no name in it", "list every parameter, or leave --order out"
-        raise Refused([Finding("no-order", str(path), cause, fix)])
-    if twice := [*_twice(order), *_in_two(groups)]:
-        raise Refused(twice)
-    return ({name: shapes.get(name) for name in order} if shapes else order), groups
-
-
-def _twice(order: Iterable[str]) -> list[Finding]:
-    cause = "stands in the order more than once: where it lies cannot be told"
-    fix = "list every parameter once"
-    counts = Counter(iter(order))  # a mapping itself would be taken for counts
-    return [Finding("duplicate-name", name, cause, fix) for name, n in counts.items() if n > 1]
-
-
-def _in_two(groups: Groups) -> list[Finding]:
-    counts = Counter(name for own in groups for name in own)
-    cause, fix = "stands in the groups more than once", "leave it in one"
-    return [Finding("groups", name, cause, fix) for name, n in counts.items() if n > 1]
-
-
-def _of_json(path: Path, text: str) -> tuple[tuple[str, ...], Groups, Shapes]:
-    try:
-        found = json.loads(text)
-        found = found if isinstance(found, dict) else {"order": found}
-        groups = found.get("groups", ())
-        named, shapes = [found["order"], *groups], found.get("shapes", {})
-        if not all(isinstance(own, list) and all(isinstance(n, str) for n in own) for own in named):
-            raise TypeError("names are a list of texts")
-        if not all(isinstance(own, list) and all(map(_is_size, own)) for own in shapes.values()):
-            raise TypeError("a shape is a list of sizes")
-        if unknown := sorted(shapes.keys() - set(found["order"])):
-            raise ValueError(f"{', '.join(unknown[:3])}: a shape of what is not in the order")
-        sizes = {name: tuple(own) for name, own in shapes.items()}
-        return tuple(found["order"]), tuple(map(tuple, groups)), sizes
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        cause = (
-            'is neither a list of names nor {"order": [...], "groups": [[...]], "shapes": {...}}: '
-            f"{error!r}"
-        )
-        raise Refused([Finding("bad-json", str(path), cause[:240])]) from error
-
-
-def _is_size(n: object) -> bool:
-    return type(n) is int and n >= 0
 
 
 def known_of(
@@ -203,7 +109,7 @@ def check_names(
     who writes a list of names means those that are there.
     """
     names = {name for spec in own.specs for name in (spec.key.name, *spec.aliases)}
-    findings = _twice(order)
+    findings = named_twice(order)
     for number, name in enumerate(n for n in order if names.isdisjoint(before([n]))):
         near = get_close_matches(name, names, 3) if number < MOST else []
         cause = "stands in the order, and the source has nothing of that name"
@@ -309,12 +215,12 @@ def _unknown(target: FileTarget, params: Sequence[KeySpec]) -> Iterable[Finding]
     held = {name for spec in params for name in (spec.key.name, *spec.aliases)}
     if target.order:
         order = set(target.order)
-        yield from _twice(target.order)
+        yield from named_twice(target.order)
         for spec in params:
             if order.isdisjoint((spec.key.name, *spec.aliases)):
                 cause = "is not in the order that was given"
                 yield Finding("no-order", spec.key.name, cause, "list every parameter")
-    yield from _in_two(target.groups)
+    yield from in_two_groups(target.groups)
     for name in (n for own in target.groups for n in own):
         if name not in held:
             cause = "a group names it, and the source has no such parameter"

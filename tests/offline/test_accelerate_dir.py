@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import dynadapt
-from dynadapt.elastic.arrangement import order_in_file
 from dynadapt.elastic.checkpoint import open_checkpoint
 from dynadapt.elastic.conversion import convert
+from dynadapt.elastic.order_files import order_in_file
 from dynadapt.elastic.targets import target_of
 from dynadapt.errors import Refused
 from tests import _ranks

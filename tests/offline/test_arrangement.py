@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from dynadapt import cli, offline
-from dynadapt.elastic.arrangement import like, order_in_file
+from dynadapt.elastic.arrangement import like
+from dynadapt.elastic.order_files import order_in_file
 from dynadapt.errors import Refused
 from tests.offline._made import load_deepspeed, save_deepspeed
 
