@@ -143,8 +143,16 @@ def test_a_parameter_that_was_never_stepped_is_the_same_everywhere(tmp_path: Pat
         at = tmp_path / to.partition(":")[0]
         dynadapt.convert(tmp_path / "job.pt", at, to)
         assert dynadapt.fingerprint(at, model=job.model) == wanted, to
+        fresh = Job(seed=5, unused=True)
+        dynadapt.load(TrainState(fresh.model, fresh.optimizer), at, model=fresh.model)
+        assert fresh.fingerprint() == wanted, to
         dynadapt.convert(at, f"{at}-zero1", "zero1:dp=2", model=job.model)
         assert dynadapt.fingerprint(f"{at}-zero1") == wanted, to
+    steps = [torch.load(p) for p in (tmp_path / "universal").rglob("step.pt")]
+    assert (
+        len(steps) == len({*job.optimizer.state_dict()["state"]}) + 3
+    )  # `extra`'s two, the tied one
+    assert set(map(float, steps)) == {4.0}  # DeepSpeed asks for one step in each group
     model, states = get_state_dict(job.model, job.optimizer)
     dcp.save({"model": model, "optimizer": states}, checkpoint_id=tmp_path / "saved", no_dist=True)
     program = "import sys, dynadapt; print(*dynadapt.open(sys.argv[1]).own.specs, sep='\\n')"

@@ -118,10 +118,11 @@ class UniversalDir(Format):
                 ((dtype, _),) = own.values()
                 shape = row.box.shape if row is not None else ()
                 made.seal_torch(path, {"param": tensor("0", dtype, shape), "cat_dim": 0}, x.crcs)
-        for name in (n for own in model.groups for n in own):
-            step = scalars.get(name, {}).get("step")
-            if step is not None:
-                path, values = f"{tag}/zero/{name}/step.pt", {"0": struct.pack("<f", step)}
+        counts = {name: {"step": v["step"]} for name, v in scalars.items() if "step" in v}
+        for own in model.groups:  # of which the loaders make flats: they ask for one step in each
+            steps = [counts[name]["step"] for name in own if name in counts]
+            for name in own if steps else ():
+                path, values = f"{tag}/zero/{name}/step.pt", {"0": struct.pack("<f", max(steps))}
                 made.seal_torch(path, tensor("0", "float32", ()), {}, values)
         for name in (n for own in model.groups for n in own):
             # The loader asks for a tied tensor by the first of its names in the model.
@@ -130,12 +131,13 @@ class UniversalDir(Format):
             for path in (each for each in paths if each in made.frames):
                 for alias in model.by_key[Key(name, "param")].aliases:
                     made.also(path, path.replace(f"/zero/{name}/", f"/zero/{alias}/"))
-        own, told = trees.settled(aux, scalars)
-        self._common(x, scalars, own)
+        kept, told = trees.settled(aux, scalars)
+        self._common(x, scalars, kept)
         made.write("latest_universal", tag.encode())
         lost = {label for own in scalars.values() for label in own} - {"step"}
-        note = "a universal checkpoint has a step of each parameter, and no other number"
+        note = "a universal checkpoint has steps, and no other numbers"
         told += tuple(Outcome(f"scalars/{label}", "dropped", note) for label in sorted(lost))
+        told += trees.joined(model.groups, counts)
         return (*outcomes_of(aux, "a universal checkpoint"), *told)
 
     def _common(
