@@ -124,7 +124,8 @@ def convert(
     and how many there are; all return the report of number 0. One that gives no sign of life for `timeout`
     seconds ends all (`rank-lost`), and `resume` can continue.
 
-    `dst` gets its name when all of it is there and was read back; `src` is only read. Raises `Refused`
+    `dst` gets its name when all of it is there and was read back; `src` is only read, and must have the check
+    sums that torch put into its files (`certificate`): `verify=False` does without both. Raises `Refused`
     (`target-exists` unless `force`, `worker-lost` if a process that works for it is killed) and
     `DynadaptError`; then there is no `dst`, or the old one. After an interrupt (`KeyboardInterrupt`), or if a
     process is killed, a hidden folder beside `dst` has what was written; with `resume` the same call

@@ -64,7 +64,9 @@ class Conversion:
     max_memory: Annotated[
         str | None, typer.Option(help="Beside what the interpreter holds, e.g. 256MiB.")
     ] = None
-    verify: Annotated[bool, typer.Option(help="Read everything back and compare.")] = True
+    verify: Annotated[
+        bool, typer.Option(help="Compare with the source's check sums; read all back.")
+    ] = True
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of `offline.convert` and `offline.plan` that these options mean."""

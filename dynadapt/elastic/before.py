@@ -14,23 +14,24 @@ from dynadapt.elastic.deferred import Deferred
 from dynadapt.elastic.naming import Naming, Own, renamed
 from dynadapt.elastic.parked import Parked, Woken
 from dynadapt.elastic.release import cannot_undo, rounds_for, shared_with
-from dynadapt.elastic.seen import changed_since
+from dynadapt.elastic.seen import changed_since, damaged_files
 from dynadapt.elastic.shared import SharedFiles
 from dynadapt.elastic.side import unite
 from dynadapt.elastic.state import ballot, parked_findings, refuse
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import FileSource, FileTarget, Outcome, TrainState, modules_of
 from dynadapt.registry import adapter_for
-from dynadapt.transport.hashing import Wanted
+from dynadapt.transport.hashing import Wanted, acts_for
 from dynadapt.transport.match import match
 from dynadapt.transport.plan import Options
 from dynadapt.transport.planner import remembered_plan
 from dynadapt.vps import cover
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator
 
     from dynadapt.elastic.run import Run
+    from dynadapt.files import FileBuffer
     from dynadapt.protocols import Described
     from dynadapt.vps.keys import Key
 
@@ -234,11 +235,24 @@ def _count_source(run: Run) -> frozenset[Key]:
     run.warnings += run.told(_left_by_ties(run, same))
     if isinstance(run.x_source, str | FileSource) and run.source.naming is None:
         refuse(changed_since(str(run.x_source), zip(pairs, run.source_sums, strict=True)))
+    if isinstance(run.x_source, str | FileSource):
+        refuse(damaged_files(_own_share(run, {pair.source.key for pair in pairs})))
     found = drift.treat(compared, run.source, run.settings.on_drift)
     refuse(run.told(found.fatal))
     run.warnings += run.told(found.warnings)
     run.outcomes += found.outcomes
     return found.first_only
+
+
+def _own_share(run: Run, keys: Collection[Key]) -> Iterator[FileBuffer]:
+    """What this seat reads of the source's files, for all seats, of some keys."""
+    own, workers = run.own_source, run.workers()
+    if own is None:
+        return
+    for endpoint, rows in own.files.items():
+        if acts_for(run.session.seat, endpoint, workers):
+            for buffer in {row.buffer for row in rows if row.key in keys}:
+                yield own.buffers[buffer]  # type: ignore[misc]  # of files
 
 
 def _left_by_ties(run: Run, same: Collection[Key]) -> list[Finding]:

@@ -28,6 +28,7 @@ from dynadapt.transport.certificate import fingerprint
 from dynadapt.transport.forks import ForkLost
 from dynadapt.transport.progress import Progress, Stopped
 from dynadapt.transport.read_back import found_again
+from dynadapt.transport.source_sums import damaged
 from dynadapt.transport.stream import Streamed, stream
 from dynadapt.vps.keys import itemsize
 
@@ -90,7 +91,7 @@ def convert(
     effort = (threads, budget or Budget(), ranks)
     job = _Job(source, own, layout, target, place, what, stamps, narrow, *effort)
     if ranks is not None and ranks.rank:
-        return job.help(clock)
+        return job.help(clock, verify)
     place.begin(resume=resume)
     try:
         resumed = place.found and resume
@@ -176,6 +177,8 @@ class _Job:
             self._as_it_was()  # a file that is cut short kills its reader, or is no memory to write from
             raise
         self._as_it_was()
+        if verify:
+            self._whole(streamed)
         clock.lap("stream")
         work.crcs.update(streamed.crcs)
         outcomes = writer.finish(work, layout.keys, own.scalars, aux)
@@ -214,7 +217,7 @@ class _Job:
             warnings=self.source.own.doubts,
         )
 
-    def help(self, clock: _Clock) -> ConversionReport:
+    def help(self, clock: _Clock, verify: bool) -> ConversionReport:
         """What another rank than 0 does: its share of the buffers."""
         ranks = self.ranks
         if ranks is None:
@@ -231,6 +234,8 @@ class _Job:
             marks = Journal.every(self.place.aside, self.what) if resumed else None
             clock.lap("prepare")
             done = self._stream(made, there, matched, effort, marks, None)
+            if verify:
+                self._whole(done)
             clock.lap("stream")
             ranks.post("filled", done.kept)
             ((told),) = ranks.wait("done", 0)
@@ -304,6 +309,12 @@ class _Job:
         changed = [path for path in now if now[path] != self.stamps.get(path)]
         if changed:
             raise Refused([Finding("source-changed", path, cause, fix) for path in changed[:20]])
+
+    def _whole(self, streamed: Streamed) -> None:
+        """Raises `Refused` (`certificate`) if what was read had not the check sums in its files."""
+        findings = damaged(streamed.taken, self.own.buffers)  # type: ignore[arg-type]  # files
+        if findings:
+            raise Refused(findings)
 
     def _digest(self, made: Described) -> str:
         told = [dict(self.what), sorted((name, b.numel) for name, b in made.buffers.items())]

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from dynadapt.elastic.place import read_manifest
 from dynadapt.errors import Finding
 from dynadapt.files import FileBuffer
+from dynadapt.transport.read_back import crc_of
+from dynadapt.transport.source_sums import unlike
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from dynadapt.protocols import Described
     from dynadapt.transport.plan import Pair
 
-__all__ = ["changed_since", "file_sizes", "files_differ"]
+__all__ = ["changed_since", "damaged_files", "file_sizes", "files_differ"]
 
 SHOWN = 8
 """Files that are named."""
@@ -82,3 +84,10 @@ def changed_since(path: str, sums: Iterable[tuple[Pair, int]]) -> list[Finding]:
             fix = "it has changed since: copy it again"
             findings.append(Finding("certificate", str(pair.source.key), cause, fix))
     return findings
+
+
+def damaged_files(buffers: Iterable[FileBuffer]) -> list[Finding]:
+    """Those that have not the check sums in their files, where there are such; raises `Refused`."""
+    fix = "it is damaged: copy it again"
+    summed = sorted({b for b in buffers if b.crc}, key=lambda b: (b.path, b.offset))
+    return [unlike(b, crc, fix) for b in summed if (crc := crc_of(b)) != b.crc]

@@ -11,7 +11,7 @@ from threading import local
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from isal.isal_zlib import crc32
+from isal.isal_zlib import crc32, crc32_combine
 
 from dynadapt.errors import Finding, Refused
 from dynadapt.files import FileBuffer, raw_dtype, unwritable
@@ -19,19 +19,22 @@ from dynadapt.files import write_at as _write
 from dynadapt.transport.casts import cast, same_values
 from dynadapt.transport.certificate import weighted_sum
 from dynadapt.transport.progress import TELL, Progress, Stopped
+from dynadapt.transport.source_sums import Taken
 from dynadapt.transport.sources import Sources, inside, view_of
 from dynadapt.transport.weights import MASK
 from dynadapt.vps.box import Box, row_major_strides
 from dynadapt.vps.keys import itemsize
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from dynadapt.transport.plan import Match, Narrow, Pair
     from dynadapt.transport.watch import Heard
     from dynadapt.vps.layout import Row
+
+    _Part = tuple[Row, Box, NDArray[Any]]
 
 __all__ = ["WRITE", "Writer"]
 
@@ -87,6 +90,7 @@ class Writer:
         fresh = self._begun is None  # a fresh file's gaps are zeros as they are
         sums, at, crc, read = list(start.sums), start.done // size, start.crc, start.read
         marked = begun = start.done
+        taken: list[Taken] = []
         untold = 0
         if start.done < buffer.nbytes or len(sums) < len(rows):
             for row in rows[len(sums) :]:
@@ -102,10 +106,12 @@ class Writer:
                     for box in self._sources.pieces(pair.source.key, row.box, most):
                         if self._heard.is_set():
                             raise Stopped(buffer.path)
-                        piece = self._piece(pair, box, buffer.dtype)
+                        piece, parts = self._piece(pair, box, buffer.dtype)
                         total += weighted_sum(piece, box, row.key)
-                        data = piece.reshape(-1).view(np.uint8).data
-                        crc = crc32(data, crc)
+                        data = _bytes(piece)
+                        own = crc32(data)
+                        crc = crc32_combine(crc, own, len(data))
+                        taken += self._taken(parts, piece, own)
                         for i in range(0, len(data), WRITE):
                             part = data[i : i + WRITE]
                             _write(fd, part, buffer.offset + at * size + i)
@@ -126,7 +132,15 @@ class Writer:
             self._early(buffer, begun, buffer.nbytes)
             self._heard.bytes(untold)
             self._heard.mark(name, Progress(tuple(sums), buffer.nbytes, crc, read))
-        return Progress(tuple(sums), buffer.nbytes, crc, read)
+        return Progress(tuple(sums), buffer.nbytes, crc, read, tuple(taken))
+
+    def _taken(self, parts: Iterable[_Part], piece: NDArray[Any], crc: int) -> Iterator[Taken]:
+        """What of the source a piece was, where its file has a check sum of it."""
+        for row, box, found in parts:
+            if self._sources.buffer(row).crc and found.flags.c_contiguous:
+                own = crc if found is piece else crc32(_bytes(found))
+                start = row.offset_of(box.lo) * found.itemsize
+                yield Taken(row.buffer, start, found.nbytes, own)
 
     def _early(self, buffer: FileBuffer, start: int, stop: int) -> None:
         if stop > start:
@@ -167,26 +181,32 @@ class Writer:
             at += len(part)
         return crc
 
-    def _piece(self, pair: Pair, box: Box, dtype: str) -> NDArray[Any]:
-        """The elements of a box in the target's dtype: straight from the map where that can be."""
+    def _piece(self, pair: Pair, box: Box, dtype: str) -> tuple[NDArray[Any], list[_Part]]:
+        """The elements of a box in the target's dtype, and the parts of the source that they were.
+
+        Straight from the map where that can be.
+        """
         rows = self._sources.rows(pair.source.key, box)
-        kind = pair.source.dtype
+        kind, parts = pair.source.dtype, []
         if len(rows) == 1:
             found = view_of(self._sources.array(rows[0]), rows[0], box)
+            parts.append((rows[0], box, found))
             if kind != dtype:
-                return np.asarray(self._cast(pair, found, dtype, box), order="C")
+                return np.asarray(self._cast(pair, found, dtype, box), order="C"), parts
             if found.flags.c_contiguous:
-                return found
+                return found, parts
+            parts.clear()
         out = self._staging(box.volume, dtype).reshape(box.shape)
         for row in rows:
             part = row.box.intersect(box)
             if part is None:
                 continue
             found = view_of(self._sources.array(row), row, part)
+            parts.append((row, part, found))
             if kind != dtype:
                 found = self._cast(pair, found, dtype, part)
             out[inside(part, box)] = found
-        return out
+        return out, parts
 
     def _cast(self, pair: Pair, array: NDArray[Any], dtype: str, box: Box) -> NDArray[Any]:
         kind = pair.source.dtype
@@ -223,6 +243,10 @@ def _exact(array: NDArray[Any], found: NDArray[Any], kind: str, dtype: str) -> b
     if kind == "bfloat16":
         array, back = cast(array, kind, "float32"), cast(back, kind, "float32")
     return same_values(array, back)
+
+
+def _bytes(array: NDArray[Any]) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
 
 
 _ZEROS = bytes(1 << 16)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dynadapt.transport.source_sums import Taken
 
 __all__ = ["TELL", "Progress", "Stopped"]
 
@@ -19,9 +23,11 @@ class Progress:
     """How far a buffer is filled: its first `done` bytes, which are its first rows, in order.
 
     `sums` are those rows' in the target's dtype, `crc` the check sum of the bytes, `read` the source's.
+    `taken` is what of the source was read in one piece each, as far as this process knows.
     """
 
     sums: tuple[int, ...] = ()
     done: int = 0
     crc: int = 0
     read: int = 0
+    taken: tuple[Taken, ...] = ()

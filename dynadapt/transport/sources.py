@@ -115,6 +115,10 @@ class Sources:
                 self._arrays.popitem(last=False)
         return found
 
+    def buffer(self, row: Row) -> Any:
+        """The buffer under a row."""
+        return self._buffers[row.buffer]
+
     def rows(self, key: Key, box: Box) -> list[Row]:
         """Rows that serve a box together; of replicas the first."""
         every = self._rows.get(key)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from dynadapt.files import FileBuffer
     from dynadapt.transport.plan import Match, Narrow
+    from dynadapt.transport.source_sums import Taken
     from dynadapt.vps.box import Box
     from dynadapt.vps.keys import Key
     from dynadapt.vps.layout import Row, RowLayout
@@ -44,7 +45,8 @@ T = TypeVar("T")
 class Streamed:
     """What was written: sums of the source as the target's dtype, by target key; check sums by buffer.
 
-    `stretches` say it row by row. Of the `written` bytes, `kept` had been written before.
+    `stretches` say it row by row. Of the `written` bytes, `kept` had been written before. `taken` is what
+    of the source was read in one piece each.
     """
 
     sums: dict[Key, int] = field(default_factory=dict)
@@ -53,6 +55,7 @@ class Streamed:
     written: int = 0
     kept: int = 0
     stretches: tuple[Stretch, ...] = ()
+    taken: list[Taken] = field(default_factory=list)
 
 
 def stream(
@@ -197,6 +200,7 @@ def _total(
     for name, progress in filled.items():
         done.crcs[name] = progress.crc
         done.read += progress.read
+        done.taken += progress.taken
         done.written += progress.done
         for row, value in zip(order[name], progress.sums, strict=True):
             whole = (row.key, row.box)

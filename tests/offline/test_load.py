@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import dynadapt
+from dynadapt.elastic.place import MANIFEST
 from tests import _ranks
 from tests.live import jobs
 from tests.offline import _live
@@ -172,7 +173,7 @@ def test_a_spoilt_checkpoint_changes_nothing(bf16: Saved, tmp_path: Path, spoil:
 
 
 def test_a_bit_that_flipped_since_it_was_written(bf16: Saved, tmp_path: Path) -> None:
-    """The manifest of a checkpoint that dynadapt wrote has the sum of every tensor."""
+    """The manifest of a checkpoint that dynadapt wrote has the sum of every tensor; torch's file its own."""
     where = tmp_path / "spoilt"
     dynadapt.convert(bf16[0], where, "zero3:dp=2")
     buffer = next(b for n, b in dynadapt.open(where).buffers.items() if "#exp_avg.0" in n)
@@ -186,6 +187,11 @@ def test_a_bit_that_flipped_since_it_was_written(bf16: Saved, tmp_path: Path) ->
     assert told[0]["findings"][0]["where"].endswith("/exp_avg")
     assert "when it was written" in told[0]["text"]
     assert not told[0]["changed"]
+    (where / MANIFEST).unlink()
+    told = _ranks.pool(2).run(_live.loaded_alone, "fsdp2-bf16", [str(where)], (-1, ""), timeout=200)
+    assert (told[1]["phase"], told[1]["reason"]) == ("plan", "certificate")
+    assert "is written beside" in told[1]["text"]
+    assert not told[1]["changed"]
 
 
 def test_ranks_that_see_other_files(bf16: Saved, tmp_path: Path) -> None:
