@@ -250,7 +250,7 @@ def _conversions(source: Path, warm: Path, what: str, rounds: int) -> list[Resul
         middle_run = phases[to][len(phases[to]) // 2]
         note = "a run by phase: " + ", ".join(f"{n} {v:.2f}" for n, v in middle_run.items())
         ours, whole = times[f"{to} inside"], times[f"{to} command"]
-        change = f"{what} -> {to}, s"
+        change, bar = f"{what} -> {to}, s", 1 / PEER_SPEEDUP
         results += [
             middle(
                 f"{change} (beside cp -r + sync)", ours, times["copy"], bar=in_process, note=note
@@ -261,11 +261,9 @@ def _conversions(source: Path, warm: Path, what: str, rounds: int) -> list[Resul
                 times["copy"],
                 bar=as_command,
             ),
-            Result(
-                f"as a command, {change} (beside ds_to_universal)",
-                median(whole),
-                median(theirs),
-                bar=1 / PEER_SPEEDUP,
+            *(
+                Result(f"{how}{change} (beside ds_to_universal)", median(own), median(theirs), bar)
+                for how, own in (("", ours), ("as a command, ", whole))
             ),
         ]
     return results

@@ -103,10 +103,10 @@ class Writer:
                     at += row.box.volume
                 else:
                     most = self._elements(pair, buffer.dtype)
-                    for box in self._sources.pieces(pair.source.key, row.box, most):
+                    for box, serving in self._sources.pieces(pair.source.key, row.box, most):
                         if self._heard.is_set():
                             raise Stopped(buffer.path)
-                        piece, parts = self._piece(pair, box, buffer.dtype)
+                        piece, parts = self._piece(pair, box, serving, buffer.dtype)
                         total += weighted_sum(piece, box, row.key)
                         data = _bytes(piece)
                         own = crc32(data)
@@ -181,12 +181,13 @@ class Writer:
             at += len(part)
         return crc
 
-    def _piece(self, pair: Pair, box: Box, dtype: str) -> tuple[NDArray[Any], list[_Part]]:
+    def _piece(
+        self, pair: Pair, box: Box, rows: Sequence[Row], dtype: str
+    ) -> tuple[NDArray[Any], list[_Part]]:
         """The elements of a box in the target's dtype, and the parts of the source that they were.
 
         Straight from the map where that can be.
         """
-        rows = self._sources.rows(pair.source.key, box)
         kind, parts = pair.source.dtype, []
         if len(rows) == 1:
             found = view_of(self._sources.array(rows[0]), rows[0], box)

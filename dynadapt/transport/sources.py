@@ -70,21 +70,21 @@ def inside(part: Box, box: Box) -> tuple[slice, ...]:
     return tuple(slice(a - o, b - o) for a, b, o in zip(part.lo, part.hi, box.lo, strict=True))
 
 
-def _in_order(parts: list[Box], box: Box) -> tuple[Box, ...]:
+def _in_order(parts: list[tuple[Box, Row]], box: Box) -> tuple[tuple[Box, Row], ...]:
     """Parts of a box as stretches that follow one another in it, row-major; none if they do not."""
     found, at = [], 0
     stretches = []
-    for part in parts:
+    for part, row in parts:
         lo, hi = (
             tuple(x - o for x, o in zip(end, box.lo, strict=True)) for end in (part.lo, part.hi)
         )
         first = linear_index(lo, box.shape)
         last = linear_index(tuple(x - 1 for x in hi), box.shape)
-        stretches.append((first, last + 1, part))
-    for first, stop, part in sorted(stretches, key=lambda s: s[0]):
+        stretches.append((first, last + 1, part, row))
+    for first, stop, part, row in sorted(stretches, key=lambda s: s[0]):
         if first != at or stop - first != part.volume:
             return ()
-        found.append(part)
+        found.append((part, row))
         at = stop
     return tuple(found) if at == box.volume else ()
 
@@ -132,16 +132,19 @@ class Sources:
         whole = next((row for row in found if row.box.contains(box)), None)
         return found if whole is None else [whole]
 
-    def pieces(self, key: Key, box: Box, most: int) -> Iterator[Box]:
-        """A box in row-major stretches of at most `most` elements, in order, cut where its rows end.
+    def pieces(self, key: Key, box: Box, most: int) -> Iterator[tuple[Box, list[Row]]]:
+        """A box in row-major stretches of at most `most` elements, in order, and the rows that serve each.
 
-        So each can be taken from where it lies. If its rows are no stretches, or short ones, they must be
-        put together, and it is cut anywhere.
+        It is cut where its rows end, so that each piece can be taken from where it lies. If they are no
+        stretches, or short ones, they must be put together, and it is cut anywhere.
         """
-        parts = [part for row in self.rows(key, box) if (part := row.box.intersect(box))]
+        parts = [(part, row) for row in self.rows(key, box) if (part := row.box.intersect(box))]
         cuts = _in_order(parts, box) if len(parts) * FEW <= box.volume else ()
-        for cut in cuts or (box,):
-            yield from boxes_of(cut, most)
+        for part, row in cuts:
+            for piece in boxes_of(part, most):
+                yield piece, [row]
+        for piece in () if cuts else boxes_of(box, most):
+            yield piece, self.rows(key, piece)
 
     def read(self, key: Key, box: Box) -> NDArray[Any]:
         """The elements of a box, raw: a view where one row has them all, else put together."""
