@@ -5,7 +5,6 @@ Nothing is loaded as a whole: both are read through maps, in boxes of at most `P
 
 from __future__ import annotations
 
-import ctypes
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from dynadapt.elastic import hints
 from dynadapt.elastic.aux_comparison import aux_differences
 from dynadapt.elastic.checkpoint import layout_of
 from dynadapt.files import raw_dtype
-from dynadapt.transport.casts import CASTABLE, cast
+from dynadapt.transport.casts import CASTABLE, cast, same_bits
 from dynadapt.transport.sources import PIECE, Sources, boxes_of, inside
 from dynadapt.vps.box import Box, linear_index
 from dynadapt.vps.keys import Key, itemsize
@@ -265,7 +264,7 @@ class _Run:
             for box in self.one.boxes(a, most):
                 x, y = self.one.read(a, box), self.two.read(b, box)
                 self.count(x.nbytes + y.nbytes)
-                if a.dtype == b.dtype and _bits_equal(x, y):
+                if a.dtype == b.dtype and same_bits(x, y):
                     continue
                 small = max(most // 8, 1)  # numbers take much more room than bits
                 for part in boxes_of(box, small):
@@ -344,17 +343,6 @@ def _unlike(x: NDArray[Any], y: NDArray[Any]) -> NDArray[Any]:
     """Where two arrays of floats differ, signs of zeros included."""
     found: NDArray[Any] = (x != y) | (np.signbit(x) != np.signbit(y))
     return found
-
-
-def _bits_equal(x: NDArray[Any], y: NDArray[Any]) -> bool:
-    if x.flags.c_contiguous and y.flags.c_contiguous and x.nbytes == y.nbytes:
-        # The C library's, which holds no lock of the interpreter and makes no array of answers.
-        return not _memcmp(x.ctypes.data, y.ctypes.data, x.nbytes)
-    return bool(np.array_equal(_bits_of(x), _bits_of(y)))
-
-
-_memcmp = ctypes.CDLL(None).memcmp
-_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 def _precision(dtype: str) -> int:

@@ -30,6 +30,7 @@ from dynadapt.transport.progress import Progress, Stopped
 from dynadapt.transport.read_back import found_again
 from dynadapt.transport.source_sums import damaged
 from dynadapt.transport.stream import Streamed, stream
+from dynadapt.transport.sums import unlike_replicas
 from dynadapt.vps.keys import itemsize
 
 if TYPE_CHECKING:
@@ -184,7 +185,10 @@ class _Job:
         outcomes = writer.finish(work, layout.keys, own.scalars, aux)
         clock.lap("finish")
         outcomes += left_out(self.source.own, layout, matched)
+        warnings = self.source.own.doubts
         if verify:
+            keys = {pair.source.key for pair in matched.pairs if not pair.fill}
+            warnings += unlike_replicas(layout, own.buffers, keys, self.source.files)  # type: ignore[arg-type]
             _verify(
                 str(work.path),
                 streamed,
@@ -214,7 +218,7 @@ class _Job:
             verified=verify,
             seconds=clock.seconds,
             outcomes=outcomes,
-            warnings=self.source.own.doubts,
+            warnings=warnings,
         )
 
     def help(self, clock: _Clock, verify: bool) -> ConversionReport:

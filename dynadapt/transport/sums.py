@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dynadapt.errors import Finding, Refused
+from dynadapt.transport.casts import same_bits
 from dynadapt.transport.certificate import weighted_sum
 from dynadapt.transport.forks import Forks
 from dynadapt.transport.read_back import row_in_file
@@ -15,19 +16,20 @@ from dynadapt.transport.weights import MASK
 from dynadapt.vps.box import Box, atoms
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from dynadapt.files import FileBuffer
     from dynadapt.transport.read_back import RowInFile
     from dynadapt.vps.keys import Key, KeySpec
     from dynadapt.vps.layout import Row, RowLayout
 
-__all__ = ["key_sums"]
+__all__ = ["key_sums", "unlike_replicas"]
 
 LOT = 8 << 20
 """Bytes of keys that are summed by one thread or process before it takes others, at least."""
 
 _FIX = "copy them again; if they are as they were saved, convert takes the first one's"
+_TAKEN = "the first one's was taken; if the files are not as they were saved, copy them again"
 
 
 def key_sums(
@@ -60,10 +62,7 @@ def key_sums(
                 value = one(row, row.box)
             other, its = first.setdefault(row.box, (endpoint, value))
             if its != value:
-                here, there = (told.get(e, str(e)) for e in (endpoint, other))
-                where = f"{key} {row.box}"
-                cause = f"replicas differ: {there} and {here}"
-                done.drifted.append(Finding("replicas-differ", where, cause, _FIX))
+                done.drifted.append(_unlike(key, row.box, endpoint, other, told, _FIX))
         if sum(box.volume for box in first) <= spec.numel:
             total = sum(value for _, value in first.values())
         else:  # boxes that overlap in part: every element counts once
@@ -97,6 +96,37 @@ def key_sums(
         raise Refused(refused)
     sums = {key: value for each in found for key, value in each.sums.items()}
     return sums, tuple(finding for each in found for finding in each.drifted)
+
+
+def unlike_replicas(
+    layout: RowLayout,
+    buffers: Mapping[str, FileBuffer],
+    keys: Iterable[Key],
+    names: Mapping[int, str] | None = None,
+) -> tuple[Finding, ...]:
+    """A finding for each row that has not the bits of the first one that holds the same; of some keys.
+
+    Reads only what several rows hold.
+    """
+    sources, findings = Sources(layout, buffers), []
+    for key in sorted(keys):
+        first: dict[Box, tuple[int, Row]] = {}
+        for endpoint, row in layout.held(key):
+            other, same = first.setdefault(row.box, (endpoint, row))
+            if same is row:
+                continue
+            mine, its = (view_of(sources.array(r), r, r.box) for r in (row, same))
+            if not same_bits(mine, its):
+                findings.append(_unlike(key, row.box, endpoint, other, names or {}, _TAKEN))
+    return tuple(findings)
+
+
+def _unlike(
+    key: Key, box: Box, endpoint: int, other: int, names: Mapping[int, str], fix: str
+) -> Finding:
+    here, there = (names.get(e, str(e)) for e in (endpoint, other))
+    cause = f"replicas differ: {there} and {here}"
+    return Finding("replicas-differ", f"{key} {box}", cause, fix)
 
 
 @dataclass

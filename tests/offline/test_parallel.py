@@ -288,6 +288,8 @@ def test_replicas_that_differ_are_told(jobs: Any, tmp_path: Path) -> None:
     assert "embed.weight" in caught.value.findings[0].where
     assert "convert takes the first one's" in caught.value.findings[0].fix
     report = dynadapt.convert(tmp_path / "a", tmp_path / "b", "universal")
-    assert (
-        report.fingerprint == told["tp fused, fp32"]["fingerprint"]
-    )  # the second rank's was changed
+    right = told["tp fused, fp32"]["fingerprint"]
+    assert report.fingerprint == right  # the second rank's was changed
+    (warned,) = report.warnings
+    assert (warned.reason, "was taken" in warned.fix) == ("replicas-differ", True)
+    assert "embed.weight" in warned.where
