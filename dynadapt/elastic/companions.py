@@ -1,4 +1,4 @@
-"""The small files of a Hugging Face folder, which go with its weights: config, tokenizer, code, templates."""
+"""The small files of a Hugging Face folder, which go with its weights: configs, tokenizer, code."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ _ENDINGS = {
 _FOLDERS = ("additional_chat_templates",)
 _MOST = 64 << 20
 
+_MODEL, _ADAPTER = "model.safetensors", "adapter_model.safetensors"
+
 _STATE = ("optimizer.*", "scheduler.*", "scaler.*", "rng_state*.pth")
 """What `transformers.Trainer` saves beside the weights."""
 
@@ -34,9 +36,12 @@ def bring_along(source: Path, target: Path, *, dtype: str | None, whole: bool) -
 
     The config says `dtype` then, if the weights were asked for in one: transformers loads them as it says.
     Files of the training state are told, unless `whole` says that the source's format has one of its own.
+    An adapter's weights keep the name by which PEFT finds them.
     """
-    if not (source / "config.json").is_file():
+    if not any((source / name).is_file() for name in ("config.json", "adapter_config.json")):
         return []
+    if not whole and (source / _ADAPTER).is_file() and os.listdir(target) == [_MODEL]:
+        (target / _MODEL).rename(target / _ADAPTER)
     told = []
     for path in _small(source):
         if not (there := target / path.relative_to(source)).exists():

@@ -61,3 +61,21 @@ def step_with_nothing(rank: int, world: int, kind: str, where: str) -> tuple[str
         return str(error), ""
     engine.save_checkpoint(where, tag="t")
     return "", dynadapt.fingerprint(engine)
+
+
+def without_frozen(
+    rank: int, world: int, kind: str, where: str, load: str | None = None
+) -> dict[str, Any]:
+    """An engine whose tied embedding is frozen, saved as Trainer saves PEFT's models, or loaded."""
+    model = jobs.net()
+    model.embed.requires_grad_(requires_grad=False)
+    engine = jobs.deepspeed_engine(kind, model)
+    if load is None:
+        jobs.step(engine, 0)
+        engine.save_checkpoint(where, tag="t", exclude_frozen_parameters=True)
+    else:
+        path, _ = engine.load_checkpoint(load, load_module_strict=False)
+        assert path is not None
+    held = jobs.zero_tensors(engine)
+    losses = [jobs.step(engine, number) for number in (1, 2)]
+    return {"held": held, "losses": losses, "after": jobs.zero_tensors(engine)}

@@ -8,6 +8,7 @@ import pytest
 
 from dynadapt.elastic.checkpoint import open_checkpoint
 from dynadapt.elastic.conversion import convert
+from dynadapt.elastic.targets import target_of
 from dynadapt.protocols import FileTarget
 from dynadapt.vps.spec import LayoutSpec
 from tests import _ranks
@@ -16,6 +17,8 @@ from tests.offline import _made
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests._ranks import Pool
 
 CASES = [
     ("zero3-bf16", 2, "zero3:dp=4", "zero3-bf16", 4),
@@ -68,5 +71,26 @@ def test_the_next_job_goes_on(
     untouched = _ranks.pool(ranks).run(_made.load_deepspeed, kind, old, 2, {}, timeout=200)
     returned = _ranks.pool(ranks).run(_made.load_deepspeed, kind, back, 2, {}, timeout=200)
     for one, two in zip(untouched, returned, strict=True):
+        assert one["losses"] == two["losses"]
+        assert jobs.differing(one["after"], two["after"]) == []
+
+
+@pytest.mark.parametrize("kind", ["zero1-bf16", "zero3-bf16"])
+def test_frozen_weights_that_were_left_out_are_not_asked_for(
+    ranks2: Pool, tmp_path: Path, kind: str
+) -> None:
+    """`exclude_frozen_parameters`, of which one is tied, as with PEFT: DeepSpeed loads such a one again."""
+    src, to = str(tmp_path / "src"), tmp_path / "to"
+    stayed = ranks2.run(_made.without_frozen, kind, src)
+    source = open_checkpoint(src)
+    assert source.problems() == ()
+    assert not any(not spec.trainable for spec in source.keys if spec.kind == "parameter")
+    stage = kind.partition("-")[0]
+    for other in ("zero2:dp=3", "torch", f"{stage}:dp=2,dtype=bfloat16{MORE.get(stage, '')}"):
+        convert(source, target_of(to / other, other))
+        source = open_checkpoint(to / other)
+    gone = ranks2.run(_made.without_frozen, kind, src, source.path)
+    for one, two in zip(stayed, gone, strict=True):
+        assert jobs.differing(one["held"], two["held"]) == []
         assert one["losses"] == two["losses"]
         assert jobs.differing(one["after"], two["after"]) == []

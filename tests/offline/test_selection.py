@@ -116,6 +116,21 @@ def test_what_lies_beside_the_weights(tmp_path: Path) -> None:
     assert [(o.path, o.kind) for o in report.outcomes] == [("optimizer.pt", "dropped")]
 
 
+def test_a_folder_of_an_adapter_is_one_again(tmp_path: Path) -> None:
+    """PEFT's, as Trainer saves it; what is not read of it is told."""
+    source, low = tmp_path / "adapter", tmp_path / "low"
+    source.mkdir()
+    save_file({"lora_A.weight": np.ones(3, "f4")}, source / "adapter_model.safetensors")
+    for name in ("adapter_config.json", "README.md", "optimizer.pt"):
+        (source / name).write_text("{}")
+    report = dynadapt.convert(source, low, "safetensors", dtype="bf16")
+    assert {p.name for p in low.iterdir()} == {p.name for p in source.iterdir()} - {
+        "optimizer.pt"
+    } | {"dynadapt.json"}
+    assert dynadapt.open(low).keys[0].dtype == "bfloat16"
+    assert [(o.path, o.kind) for o in report.outcomes] == [("optimizer.pt", "dropped")]
+
+
 def test_a_folder_around_checkpoints_says_where_they_are(tmp_path: Path) -> None:
     (tmp_path / "out" / "step5").mkdir(parents=True)
     save_file({"w": np.ones(3, "f4")}, tmp_path / "out" / "step5" / "model.safetensors")

@@ -189,7 +189,12 @@ class Reading(ABC):
         return self.folder.model[0] if stage is None else stage.module[name][0]
 
     def _untied(self) -> Iterator[Finding]:
-        """Names that are recorded to be another tensor's, of which there is none."""
+        """Names that are recorded to be another tensor's, of which there is none.
+
+        Where no frozen weight was saved (`exclude_frozen_parameters`, as for PEFT) they are of such a one.
+        """
+        if self.folder.common.get("frozen_param_shapes", {}) is None:
+            return
         for name, aliases in self.aliases.items() if self.folder.stage is None else ():
             if not any(Key(name, slot) in self.specs for slot in ("param", "buffer")):
                 cause = f"is not there, and {', '.join(aliases)} is recorded to be the same tensor"

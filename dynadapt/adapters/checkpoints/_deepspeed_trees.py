@@ -300,9 +300,10 @@ def model_tree(
         "buffer_names": [spec.key.name for spec in model.buffers],
         "optimizer": None,
         "param_shapes": [{n: Size(shape) for n, shape in own.items()} for own in listed],
-        "frozen_param_shapes": {n: Size(spec.shape) for n, spec in frozen.items()},
+        # None, as where they were left out: a loader of `{}` asks for every frozen weight of its model.
+        "frozen_param_shapes": {n: Size(spec.shape) for n, spec in frozen.items()} or None,
         "shared_params": aliases,
-        "frozen_param_fragments": fragments,
+        "frozen_param_fragments": fragments or None,
         "lr_scheduler": aux["scheduler"].value["state"] if "scheduler" in aux else schedule,
         "data_sampler": None,
         "random_ltd": None,
