@@ -7,6 +7,7 @@ more are slow on some systems.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from threading import local
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,74 @@ MARK = 64 << 20
 """Bytes of a buffer after which it is told how far it is, for who might continue."""
 
 
+class _Filling:
+    """One buffer as it is filled: how far it is, in bytes, with what is told of it."""
+
+    def __init__(
+        self, fd: int, name: str, buffer: FileBuffer, heard: Heard, fresh: bool, start: Progress
+    ) -> None:
+        self._fd, self._name, self.buffer = fd, name, buffer
+        self._heard, self._fresh = heard, fresh
+        self._sums, self.done, self._crc, self.read = (
+            list(start.sums),
+            start.done,
+            start.crc,
+            start.read,
+        )
+        self.taken: list[Taken] = []
+        self._marked = self._begun = start.done
+        self._untold = 0
+
+    def progress(self) -> Progress:
+        """How far it is."""
+        return Progress(tuple(self._sums), self.done, self._crc, self.read)
+
+    def zeros(self, stop: int) -> None:
+        """Zeros up to a byte; written if the file is not fresh."""
+        while self.done < stop:
+            part = memoryview(_ZEROS)[: min(stop - self.done, len(_ZEROS))]
+            if not self._fresh:
+                _write(self._fd, part, self.buffer.offset + self.done)
+            self._crc = crc32(part, self._crc)
+            self.done += len(part)
+
+    def put(self, data: memoryview, crc: int) -> None:
+        """Write bytes, whose check sum is known."""
+        for i in range(0, len(data), WRITE):
+            _write(self._fd, data[i : i + WRITE], self.buffer.offset + self.done + i)
+        self._crc = crc32_combine(self._crc, crc, len(data))
+        self.done += len(data)
+        if self.done - self._begun >= EARLY:
+            self._early(self.done)
+        self._untold += len(data)
+        if self._untold >= TELL:
+            self._tell()
+
+    def end_row(self, total: int) -> None:
+        """A row is whole, and this is its sum."""
+        self._sums.append(total)
+        if self.done - self._marked >= MARK:
+            self._marked = self.done
+            self._heard.mark(self._name, self.progress())
+
+    def end(self) -> None:
+        """All rows are whole."""
+        self.zeros(self.buffer.nbytes)
+        self._early(self.done)
+        self._tell()
+        self._heard.mark(self._name, self.progress())
+
+    def _early(self, stop: int) -> None:
+        if stop > self._begun:
+            nbytes = stop - self._begun
+            self._heard.early(self.buffer.path, self.buffer.offset + self._begun, nbytes)
+            self._begun = stop
+
+    def _tell(self) -> None:
+        self._heard.bytes(self._untold)
+        self._untold = 0
+
+
 class Writer:
     """Fills buffers; one call of `fill` a thread. `heard` is told how far each is."""
 
@@ -87,52 +156,38 @@ class Writer:
     def _fill(self, fd: int, name: str, buffer: FileBuffer, rows: Sequence[Row]) -> Progress:
         size = itemsize(buffer.dtype)
         start = self._kept(fd, name, buffer)
-        fresh = self._begun is None  # a fresh file's gaps are zeros as they are
-        sums, at, crc, read = list(start.sums), start.done // size, start.crc, start.read
-        marked = begun = start.done
-        taken: list[Taken] = []
-        untold = 0
-        if start.done < buffer.nbytes or len(sums) < len(rows):
-            for row in rows[len(sums) :]:
-                if row.strides != row_major_strides(row.box.shape) or row.offset < at:
-                    raise ValueError(f"{row.key} {row.box} is not laid out in order")
-                crc = self._zeros(fd, buffer, at, row.offset, crc, fresh)
-                pair, at, total = self._matched.by_target.get(row.key), row.offset, 0
-                if pair is None or pair.fill:
-                    crc = self._zeros(fd, buffer, at, at + row.box.volume, crc, fresh)
-                    at += row.box.volume
-                else:
-                    most = self._elements(pair, buffer.dtype)
-                    for box, serving in self._sources.pieces(pair.source.key, row.box, most):
-                        if self._heard.is_set():
-                            raise Stopped(buffer.path)
-                        piece, parts = self._piece(pair, box, serving, buffer.dtype)
-                        total += weighted_sum(piece, box, row.key)
-                        data = _bytes(piece)
-                        own = crc32(data)
-                        crc = crc32_combine(crc, own, len(data))
-                        taken += self._taken(parts, piece, own)
-                        for i in range(0, len(data), WRITE):
-                            part = data[i : i + WRITE]
-                            _write(fd, part, buffer.offset + at * size + i)
-                        at += box.volume
-                        read += box.volume * itemsize(pair.source.dtype)
-                        if at * size - begun >= EARLY:
-                            self._early(buffer, begun, at * size)
-                            begun = at * size
-                        untold += len(data)
-                        if untold >= TELL:
-                            self._heard.bytes(untold)
-                            untold = 0
-                sums.append(total & MASK)
-                if at * size - marked >= MARK:
-                    marked = at * size
-                    self._heard.mark(name, Progress(tuple(sums), marked, crc, read))
-            crc = self._zeros(fd, buffer, at, buffer.numel, crc, fresh)
-            self._early(buffer, begun, buffer.nbytes)
-            self._heard.bytes(untold)
-            self._heard.mark(name, Progress(tuple(sums), buffer.nbytes, crc, read))
-        return Progress(tuple(sums), buffer.nbytes, crc, read, tuple(taken))
+        if start.done == buffer.nbytes and len(start.sums) == len(rows):
+            return start
+        # a fresh file's gaps are zeros as they are
+        filling = _Filling(fd, name, buffer, self._heard, self._begun is None, start)
+        for row in rows[len(start.sums) :]:
+            if row.strides != row_major_strides(row.box.shape) or row.offset * size < filling.done:
+                raise ValueError(f"{row.key} {row.box} is not laid out in order")
+            filling.zeros(row.offset * size)
+            pair, total = self._matched.by_target.get(row.key), 0
+            if pair is None or pair.fill:
+                filling.zeros((row.offset + row.box.volume) * size)
+            else:
+                total = self._row(filling, pair, row)
+            filling.end_row(total & MASK)
+        filling.end()
+        return replace(filling.progress(), taken=tuple(filling.taken))
+
+    def _row(self, filling: _Filling, pair: Pair, row: Row) -> int:
+        """Write a row piece by piece; returns its sum."""
+        dtype, total = filling.buffer.dtype, 0
+        most = self._elements(pair, dtype)
+        for box, serving in self._sources.pieces(pair.source.key, row.box, most):
+            if self._heard.is_set():
+                raise Stopped(filling.buffer.path)
+            piece, parts = self._piece(pair, box, serving, dtype)
+            total += weighted_sum(piece, box, row.key)  # first: it maps pages faster than a write
+            data = _bytes(piece)
+            crc = crc32(data)
+            filling.put(data, crc)
+            filling.taken += self._taken(parts, piece, crc)
+            filling.read += box.volume * itemsize(pair.source.dtype)
+        return total
 
     def _taken(self, parts: Iterable[_Part], piece: NDArray[Any], crc: int) -> Iterator[Taken]:
         """What of the source a piece was, where its file has a check sum of it."""
@@ -141,10 +196,6 @@ class Writer:
                 own = crc if found is piece else crc32(_bytes(found))
                 start = row.offset_of(box.lo) * found.itemsize
                 yield Taken(row.buffer, start, found.nbytes, own)
-
-    def _early(self, buffer: FileBuffer, start: int, stop: int) -> None:
-        if stop > start:
-            self._heard.early(buffer.path, buffer.offset + start, stop - start)
 
     def _elements(self, pair: Pair, dtype: str) -> int:
         """How many are taken at a time: few where they are cast, which takes room of its own."""
@@ -166,20 +217,6 @@ class Writer:
             return Progress()
         self._heard.kept(known.done)
         return known
-
-    def _zeros(
-        self, fd: int, buffer: FileBuffer, start: int, stop: int, crc: int, fresh: bool
-    ) -> int:
-        """The check sum after zeros for the elements `[start, stop)`, written if the file is not fresh."""
-        size = itemsize(buffer.dtype)
-        at, end = buffer.offset + start * size, buffer.offset + stop * size
-        while at < end:
-            part = memoryview(_ZEROS)[: min(end - at, len(_ZEROS))]
-            if not fresh:
-                _write(fd, part, at)
-            crc = crc32(part, crc)
-            at += len(part)
-        return crc
 
     def _piece(
         self, pair: Pair, box: Box, rows: Sequence[Row], dtype: str
