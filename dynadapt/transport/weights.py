@@ -28,6 +28,9 @@ _DIRECT = 1 << _LOW
 a tensor comes in pieces that follow one another.
 """
 
+_KEPT = 4 << _LOW
+"""Weights that are kept for the next piece, at most: of more all are used at once."""
+
 MASK = (1 << 64) - 1
 """Weights and sums are kept to 64 bits."""
 
@@ -104,7 +107,8 @@ def weights_of(seed: int, coords: Coords) -> NDArray[np.uint64]:
         return _table(seed, coords.dim, 0, coords.lo, coords.hi)
     start, stop = coords.lo & -_DIRECT, -(-coords.hi & -_DIRECT)
     make = _high if coords.part == "high" else _all
-    return make(seed, coords.dim, start, stop)[coords.lo - start : coords.hi - start]
+    kept = make if stop - start <= _KEPT else make.__wrapped__
+    return kept(seed, coords.dim, start, stop)[coords.lo - start : coords.hi - start]
 
 
 @lru_cache(maxsize=32)
