@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -343,6 +345,31 @@ def test_resume_loss_scalers_of_another_kind_grow_when_they_would_have(
         scaler.load_state_dict(state)
         left = scaler.get_growth_interval() - scaler._get_growth_tracker()
         assert left == grown[0][1].index(2 * grown[0][1][0]) + 1
+
+
+def test_resume_what_a_script_saved_with_it_comes_along_or_is_told(
+    made: Made, tmp_path: Path
+) -> None:
+    """RESUME: `client_state`: values and small tensors, such as a generator's state; objects are named."""
+    shutil.copytree(made["zero2"], tmp_path / "a")
+    at = tmp_path / "a" / "here" / "mp_rank_00_model_states.pt"
+    tree = torch.load(at, weights_only=False)
+    own = {"rng": torch.get_rng_state(), "best": [0.5, {"at": torch.tensor(7)}]}
+    torch.save({**tree, **own, "args": argparse.Namespace(lr=1)}, at)
+    for to in ("zero3:dp=2", "zero0:dp=1", "universal", "torch", "dcp", "zero1:dp=2"):
+        source = tmp_path / ("torch" if to == "zero1:dp=2" else "a")
+        report = dynadapt.convert(source, tmp_path / to, to)
+        lost = {o.path for o in report.outcomes if o.kind == "dropped"} - {"behaviour"}
+        assert lost == ({"opaque/user/args"} if source.name == "a" else set()), to
+        if to in {"torch", "dcp"}:
+            continue
+        (states,) = list((tmp_path / to).rglob("*mp_rank_00_model_states.pt"))[:1]
+        found = torch.load(states, weights_only=False)
+        assert torch.equal(found["rng"], own["rng"]), to
+        assert (found["best"][0], int(found["best"][1]["at"])) == (0.5, 7)
+        assert "args" not in found
+    problems = dynadapt.diff(tmp_path / "a", tmp_path / "zero3:dp=2").aux
+    assert set(problems) == {"opaque/user/args"}
 
 
 def _kinds(state: dynadapt.TrainState) -> list[tuple[Any, ...]]:

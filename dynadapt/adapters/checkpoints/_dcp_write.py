@@ -239,7 +239,7 @@ class Writing:
             elif path.startswith("user/") and name.partition(".")[0] not in taken:
                 self._tree(told, last, (name,), item.value)
                 taken.add(name.partition(".")[0])
-            elif path == "behaviour":
+            elif path == "behaviour" or path.startswith("opaque/"):
                 kind, note = "dropped", "a distributed checkpoint has no place for it"
             elif path not in {"param_groups", "optimizer", PLAIN}:
                 own[path] = item.value

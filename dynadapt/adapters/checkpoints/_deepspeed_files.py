@@ -16,6 +16,7 @@ from dynadapt.adapters.checkpoints._deepspeed_geometry import shapes_of
 from dynadapt.adapters.checkpoints._format import named_folder
 from dynadapt.adapters.checkpoints._names import looks_like_buffer
 from dynadapt.adapters.checkpoints._pickle import Opaque, StoredTensor
+from dynadapt.adapters.checkpoints._plain import lowered
 from dynadapt.adapters.checkpoints._torch_file import TorchFile, read_torch
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import AuxItem, Outcome
@@ -209,8 +210,11 @@ def hyper_item(groups: Sequence[Iterable[str]], param_groups: Sequence[Any]) -> 
     return AuxItem("param_groups", value)
 
 
-def aux_items(common: Mapping[str, Any], clipped: Any = None) -> list[AuxItem]:
-    """Counters, scheduler and what the job did to a step by configuration.
+def aux_items(common: Mapping[str, Any], file: TorchFile, clipped: Any = None) -> list[AuxItem]:
+    """Counters, scheduler, what the job did to a step by configuration, and the user's own (`client_state`).
+
+    `file` is the one that `common` is of. What of the user's cannot be carried is named, so that a
+    conversion can say that it is lost.
 
     `clipped` is what its optimizer says to have clipped gradients by. Without that the config tells it, if
     it has it: what it was by default depends on the version.
@@ -250,13 +254,17 @@ def aux_items(common: Mapping[str, Any], clipped: Any = None) -> list[AuxItem]:
         *("shared_params", "frozen_param_fragments", "lr_scheduler", "ds_config", "ds_version"),
         *counters,
         *("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "data_sampler"),
-        *("random_ltd", "sparse_tensor_module_names", "universal_checkpoint_info"),
+        *("random_ltd", "sparse_tensor_module_names", "csr_tensor_module_names"),
+        "universal_checkpoint_info",
     }
-    items += [
-        AuxItem(f"user/{name}", value)
-        for name, value in common.items()
-        if name not in known and encodable(value)
-    ]
+    for name, value in common.items():
+        if name in known:
+            continue
+        plain = lowered(value, file)
+        if encodable(plain):
+            items.append(AuxItem(f"user/{name}", plain))
+        else:
+            items.append(AuxItem(f"opaque/user/{name}", type(value).__name__))
     return items
 
 

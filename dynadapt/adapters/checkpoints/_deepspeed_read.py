@@ -102,7 +102,8 @@ class Reading(ABC):
         if findings:
             raise Refused(findings)
         scaler = self.scaler
-        aux = (*own, *aux_items(self.folder.common, self.clipped), *([scaler] if scaler else []))
+        items = aux_items(self.folder.common, self.folder.model[0], self.clipped)
+        aux = (*own, *items, *([scaler] if scaler else []))
         files = {file_endpoint(name): tuple(rows) for name, rows in self.files.rows.items()}
         specs = tuple(self.specs.values())
         copies = [spec.dtype for spec in specs if spec.key.slot == "compute"]

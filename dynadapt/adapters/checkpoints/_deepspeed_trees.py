@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from dynadapt.adapters.checkpoints._deepspeed_geometry import Shapes
+    from dynadapt.adapters.checkpoints._plain import Lifting
     from dynadapt.protocols import FileTarget
 
 __all__ = [
@@ -266,10 +267,14 @@ def model_tree(
     config: Mapping[str, Any],
     listed: Sequence[Shapes],
     ranks: int,
+    lifting: Lifting,
     *,
     sharded: bool,
 ) -> dict[str, Any]:
-    """A file of model states. Storages: `weight` of a name; `empty.*`, `frozen.*` if `sharded` (stage 3)."""
+    """A file of model states. Storages: `weight` of a name; `empty.*`, `frozen.*` if `sharded` (stage 3).
+
+    The user's small tensors get storages by `lifting`.
+    """
     frozen = {spec.key.name: spec for spec in model.frozen}
     module: dict[str, StoredTensor] = {}
     for spec in model.buffers:
@@ -290,7 +295,11 @@ def model_tree(
         for name, spec in frozen.items()
     }
     counters = dict(aux["counters"].value) if "counters" in aux else {}
-    users = {p.partition("/")[2]: i.value for p, i in aux.items() if p.startswith("user/")}
+    users = {
+        path.partition("/")[2]: lifting.lifted(item.value)
+        for path, item in aux.items()
+        if path.startswith("user/")
+    }
     schedule = users.get("lr_scheduler")  # one of DeepSpeed's own, which other formats do not know
     return {
         # Client state, under which nothing that DeepSpeed reads may get lost.

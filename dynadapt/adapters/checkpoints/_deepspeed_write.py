@@ -16,6 +16,7 @@ from dynadapt.adapters.checkpoints._deepspeed_geometry import (
     shard_pieces,
 )
 from dynadapt.adapters.checkpoints._pickle import Global, Opaque
+from dynadapt.adapters.checkpoints._plain import Lifting
 from dynadapt.adapters.checkpoints._repickle import tensor
 from dynadapt.adapters.checkpoints._rows import Laid
 from dynadapt.errors import Finding, Refused
@@ -162,10 +163,13 @@ class Writing:
             }
             made.seal_torch(self.optim_name(rank), whole, self.x.crcs, values)
         sharded = self.stage == 3
-        model = trees.model_tree(self.model, aux, config, self.listed, self.ranks, sharded=sharded)
+        lifting = Lifting("user.")
+        model = trees.model_tree(
+            self.model, aux, config, self.listed, self.ranks, lifting, sharded=sharded
+        )
         none = {f"empty.{name}": b"" for name in self.model.order} if sharded else {}
         for rank in range(self.ranks if sharded else 1):
-            made.seal_torch(self.model_name(rank), model, self.x.crcs, none)
+            made.seal_torch(self.model_name(rank), model, self.x.crcs, none | lifting.values)
         made.write("latest", self.tag.encode())
         return (*trees.joined(self.listed, scalars), *told)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dynadapt.adapters.checkpoints import _deepspeed_trees as trees
 from dynadapt.adapters.checkpoints._deepspeed_write import TAG
+from dynadapt.adapters.checkpoints._plain import Lifting
 from dynadapt.adapters.checkpoints._repickle import tensor
 from dynadapt.adapters.checkpoints._rows import Laid
 from dynadapt.errors import Finding, Refused
@@ -114,9 +115,12 @@ class Writing0:
                 **trees.clipping(aux),
             }
         # The shapes by group, which DeepSpeed leaves out at stage 0, say whose each entry is.
+        lifting = Lifting("user.")
+        groups = self.model.groups
         model = trees.model_tree(
-            self.model, aux, config, self.model.groups, self.ranks, sharded=False
+            self.model, aux, config, groups, self.ranks, lifting, sharded=False
         )
+        values |= lifting.values
         made.seal_torch(self.path, {**model, "optimizer": tree}, self.x.crcs, values)
         made.write("latest", self.path.partition("/")[0].encode())
         return (*trees.joined(self.model.groups if self.fused else (), scalars), *told)

@@ -34,6 +34,7 @@ from dynadapt.adapters.checkpoints._making import Making
 from dynadapt.adapters.checkpoints._names import leaves
 from dynadapt.adapters.checkpoints._optimizer_kinds import family_told
 from dynadapt.adapters.checkpoints._pickle import StoredTensor
+from dynadapt.adapters.checkpoints._plain import Lifting
 from dynadapt.adapters.checkpoints._repickle import tensor
 from dynadapt.adapters.checkpoints._rows import Files, Laid
 from dynadapt.adapters.checkpoints._torch_file import read_torch
@@ -169,9 +170,12 @@ class UniversalDir(Format):
         made.seal_torch(f"{tag}/zero/optimizer_state.pt", tree, {}, values)
         info = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.4}}
         for name, sharded in ((MODEL, False), (MODEL3, True)):
-            states = trees.model_tree(model, aux, config, model.groups, 1, sharded=sharded) | info
+            lifting = Lifting("user.")
+            tree = trees.model_tree(
+                *(model, aux, config, model.groups, 1, lifting), sharded=sharded
+            )
             none = {f"empty.{n}": b"" for n in model.order} if sharded else {}
-            made.seal_torch(f"{tag}/{name}", states, x.crcs, none)
+            made.seal_torch(f"{tag}/{name}", tree | info, x.crcs, none | lifting.values)
 
 
 def _file(slot: str) -> str:
@@ -278,7 +282,7 @@ def _read(root: Path) -> Described:
     hypers = [own["hyper"] for x in items if x.path == "param_groups" for own in x.value]
     family = family_told(hypers, {k.slot for k, spec in specs.items() if spec.kind == "state"})
     named = [AuxItem("optimizer", family)] if family else []
-    aux = [*items, *named, *aux_items(common, tree.get("clip_grad"))]
+    aux = [*items, *named, *aux_items(common, model, tree.get("clip_grad"))]
     rows = {file_endpoint(path): tuple(own) for path, own in files.rows.items()}
     told = tuple(specs.values())
     return Described(
