@@ -57,7 +57,8 @@ def _to_bfloat16(array: NDArray[Any]) -> NDArray[np.uint16]:
         rounded &= np.uint32(1)
         rounded += np.uint32(0x7FFF)
         rounded += own
-        np.copyto(part, rounded.view("<u2")[1::2])
+        rounded >>= np.uint32(16)
+        np.copyto(part, rounded, casting="unsafe")  # faster than every other half of the words
         if np.isnan(own.view("<f4").max()):  # rounding could carry a NaN into an infinity
             odd = np.flatnonzero(np.isnan(own.view("<f4")))
             part[odd] = (own[odd] >> np.uint32(16)).astype("<u2") | np.uint16(0x40)  # quiet
