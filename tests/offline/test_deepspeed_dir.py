@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
+import dynadapt
 from dynadapt.elastic.checkpoint import open_checkpoint
 from dynadapt.elastic.conversion import convert
 from dynadapt.elastic.targets import target_of
@@ -94,3 +96,17 @@ def test_frozen_weights_that_were_left_out_are_not_asked_for(
         assert jobs.differing(one["held"], two["held"]) == []
         assert one["losses"] == two["losses"]
         assert jobs.differing(one["after"], two["after"]) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_an_engine_computes_in_the_dtype_of_the_weights(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Where nothing else says it, most of them decide: a bf16 engine loads no fp32 one's files."""
+    shapes = {"norm.weight": torch.float32, "up.weight": dtype, "down.weight": dtype}
+    tensors = {name: torch.ones(4, 3, dtype=kind) for name, kind in shapes.items()}
+    torch.save(tensors, tmp_path / "model.pt")
+    dynadapt.convert(tmp_path / "model.pt", tmp_path / "a", "zero2:dp=2", order=list(tensors))
+    found = dynadapt.open(tmp_path / "a")
+    kinds = {spec.dtype for spec in found.keys if spec.key.slot == "compute"}
+    assert kinds == {str(dtype).removeprefix("torch.")}
+    names = [path.name for path in (tmp_path / "a").rglob("*optim_states.pt")]
+    assert all(n.startswith("bf16_zero") for n in names) == (dtype == torch.bfloat16)

@@ -94,9 +94,10 @@ def _place(spec: KeySpec) -> tuple[Any, ...]:
 
 
 def _compute_dtype(keys: Iterable[KeySpec]) -> str:
-    """What the model computes in: its copies' dtype, else that of its frozen weights, else float32."""
+    """What the model computes in: the dtype of its copies, else of frozen weights, else of all weights."""
+    params = [s for s in keys if s.key.slot == "param"]
     kinds = [s.dtype for s in keys if s.key.slot == "compute"]
-    kinds = kinds or [s.dtype for s in keys if s.key.slot == "param" and not s.trainable]
+    kinds = kinds or [s.dtype for s in params if not s.trainable] or [s.dtype for s in params]
     return max(sorted(set(kinds)), key=kinds.count, default="float32")
 
 
