@@ -137,10 +137,13 @@ def arranged(own: Described, target: FileTarget, source: str) -> tuple[Described
     target = _as_configured(own, target)
     kind = target.layout.kind if target.layout is not None else ""
     findings = [*_unordered(own, target, kind, source), *_unknown(target, params)]
+    names = {name: spec.key.name for spec in params for name in (spec.key.name, *spec.aliases)}
+    target = replace(target, groups=_by_key(target.groups, names))
+    findings += in_two_groups(target.groups)
     item = _item(own, "param_groups")
     groups = target.groups or _asked(target, params) or _of_item(item)
     if item is not None and groups != _of_item(item):
-        item, unlike = _regrouped(item, groups, {a for s in params for a in s.aliases})
+        item, unlike = _regrouped(item, groups, names)
         findings += unlike
     if findings:
         raise Refused(findings)
@@ -220,7 +223,6 @@ def _unknown(target: FileTarget, params: Sequence[KeySpec]) -> Iterable[Finding]
             if order.isdisjoint((spec.key.name, *spec.aliases)):
                 cause = "is not in the order that was given"
                 yield Finding("no-order", spec.key.name, cause, "list every parameter")
-    yield from in_two_groups(target.groups)
     for name in (n for own in target.groups for n in own):
         if name not in held:
             cause = "a group names it, and the source has no such parameter"
@@ -243,13 +245,28 @@ def _asked(target: FileTarget, params: Sequence[KeySpec]) -> Groups:
     return tuple(tuple(part) for part in parts if part)
 
 
-def _regrouped(item: AuxItem, groups: Groups, tied: set[str]) -> tuple[AuxItem, list[Finding]]:
+def _by_key(groups: Groups, names: Mapping[str, str]) -> Groups:
+    """Groups by the names of the source's keys: a user may list any name of a tied parameter, or all of them.
+
+    A name that the same group has twice stays so: that is a mistake of the list.
+    """
+    found = []
+    for own in groups:
+        keys = [names.get(name, name) for name in own]
+        first = dict(zip(reversed(keys), reversed(own), strict=True))
+        found.append(tuple(k for k, name in zip(keys, own, strict=True) if first[k] == name))
+    return tuple(found)
+
+
+def _regrouped(
+    item: AuxItem, groups: Groups, names: Mapping[str, str]
+) -> tuple[AuxItem, list[Finding]]:
     """Hyperparameters by the new groups: those that all members had."""
-    hyper = {name: group["hyper"] for group in item.value for name in group["names"]}
+    hyper = {names.get(n, n): group["hyper"] for group in item.value for n in group["names"]}
     value, findings = [], []
-    for number, names in enumerate(groups):
+    for number, members in enumerate(groups):
         had: list[Any] = []
-        for name in names:
+        for name in members:
             if name in hyper and hyper[name] not in had:
                 had.append(hyper[name])
         if len(had) > 1:
@@ -257,9 +274,7 @@ def _regrouped(item: AuxItem, groups: Groups, tied: set[str]) -> tuple[AuxItem, 
             cause = f"its members have different {', '.join(unlike)}"
             fix = "keep the source's groups, or group like with like"
             findings.append(Finding("groups", f"group {number}", cause, fix))
-        value.append({"names": list(names), "hyper": had[0] if had else {}})
-    left = sorted(set(hyper) - {name for own in groups for name in own} - tied)
-    if left:
-        cause = f"it and {len(left) - 1} others are in no group"
-        findings.append(Finding("groups", left[0], cause, "list every one in a group"))
+        value.append({"names": list(members), "hyper": had[0] if had else {}})
+    left = sorted(set(hyper) - {names.get(name, name) for own in groups for name in own})
+    findings += [Finding("groups", n, "is in no group", "list every one in a group") for n in left]
     return replace(item, value=value), findings

@@ -17,6 +17,7 @@ from dynadapt import cli, offline
 from dynadapt.elastic.arrangement import like
 from dynadapt.elastic.order_files import order_in_file
 from dynadapt.errors import Refused
+from tests.offline import _plain
 from tests.offline._made import load_deepspeed, save_deepspeed
 
 if TYPE_CHECKING:
@@ -216,3 +217,30 @@ def test_a_parameter_is_in_one_group(tmp_path: Path) -> None:
         with pytest.raises(Refused, match="stands in the groups more than once") as caught:
             offline.convert(tmp_path / "x.pt", tmp_path / "y", to, groups=groups)
         assert caught.value.reason == "groups"
+
+
+@pytest.mark.parametrize("through", ["torch", "zero2:dp=2"])
+def test_a_group_lists_any_name_of_a_tied_parameter(tmp_path: Path, through: str) -> None:
+    """Where the source's key is not the name that `named_parameters` has, or all names are listed."""
+    a = tmp_path / "a"
+    offline.convert(_plain.Job().save(tmp_path / "a.pt"), a, through)
+    found = offline.open(a)
+    (tied,) = (s for s in found.keys if s.aliases and s.key.slot == "param")
+    name, other = tied.key.name, tied.aliases[0]
+    own = _group_names(a)
+    for number, names in enumerate(([other], [other, name], [name, other])):
+        groups = [[n for x in g for n in (names if x == name else [x])] for g in own]
+        at = tmp_path / f"order-{number}"
+        at.write_text("\n\n".join("\n".join(group) for group in [*groups, ["frozen.weight"]]))
+        order, _ = order_in_file(at)
+        b = tmp_path / f"b-{number}"
+        report = offline.convert(a, b, "zero1:dp=2", order=order, groups=groups)
+        assert report.fingerprint == found.fingerprint()
+        assert _group_names(b) == own
+    parted = [[other, *(n for n in own[0] if n != name)], [name, *(n for n in own[1] if n != name)]]
+    with pytest.raises(Refused, match="stands in the groups more than once"):
+        offline.convert(a, tmp_path / "c", "zero1:dp=2", groups=parted)
+    lacking = [[n for n in g if n != name] for g in own]
+    with pytest.raises(Refused) as refused:
+        offline.convert(a, tmp_path / "c", "zero1:dp=2", groups=lacking)
+    assert [(f.where, f.cause) for f in refused.value.findings] == [(name, "is in no group")]

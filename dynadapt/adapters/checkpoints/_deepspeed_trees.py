@@ -109,8 +109,8 @@ def _grouped(x: FileTarget, trainable: Sequence[KeySpec]) -> list[Shapes]:
         named = [[by_any[n] for n in own if n in by_any] for own in x.groups]
         left = sorted(set(specs) - {n for own in named for n in own})
         if left:
-            cause = f"it and {len(left) - 1} other trainable parameters are in no group"
-            raise Refused([Finding("groups", left[0], cause, "list every one in a group")])
+            cause, fix = "is trained, and in no group", "list every one in a group"
+            raise Refused([Finding("groups", name, cause, fix) for name in left])
     else:
         numbers = sorted({spec.group for spec in trainable})
         named = [[s.key.name for s in trainable if s.group == number] for number in numbers]
