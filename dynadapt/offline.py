@@ -96,12 +96,12 @@ def convert(
     weights_only: bool = False,
     dtype: str | None = None,
     keep_dtype: Sequence[str] = (),
-    max_shard_size: int | None = None,
+    max_shard_size: int | str | None = None,
     verify: bool = True,
     force: bool = False,
     resume: bool = False,
     threads: int = 2,
-    max_memory: int | None = None,
+    max_memory: int | str | None = None,
     ranks: tuple[int, int] | None = None,
     timeout: float = 60.0,
     on_bytes: Callable[[int, int], None] | None = None,
@@ -114,11 +114,12 @@ def convert(
     optimizer's groups: flat layouts need an order, and safetensors or DCP do not say it;
     some sources need it, too (see `open`). `model` says the order as well. `include` and
     `exclude` are globs over names, `strip_prefix` and `add_prefix` change them. `dtype` is that of floats
-    in safetensors, but for names that match `keep_dtype`; `max_shard_size` bounds such a file, in bytes.
+    in safetensors, but for names that match `keep_dtype`; `max_shard_size` bounds such a file.
     `threads` work at a time; at large conversions on Linux as many forked processes instead, unless torch is
-    loaded or `max_memory` is given. That bounds, in bytes, the anonymous memory that this takes over what the
-    process holds: fewer threads and smaller pieces, or `max-memory` if it is too little. `on_bytes` is called
-    with (bytes done, bytes in all), maybe from several threads.
+    loaded or `max_memory` is given. That bounds the anonymous memory that this takes over what the process
+    holds: fewer threads and smaller pieces, or `max-memory` if it is too little. Both are bytes, or a text
+    such as `"512MiB"` or `"5GB"` (`bad-argument` if it is no size). `on_bytes` is called with (bytes done,
+    bytes in all), maybe from several threads.
 
     Several processes on one file system share the work if each makes the same call with `ranks`, its number
     and how many there are; all return the report of number 0. One that gives no sign of life for `timeout`
@@ -180,10 +181,10 @@ def plan(
     weights_only: bool = False,
     dtype: str | None = None,
     keep_dtype: Sequence[str] = (),
-    max_shard_size: int | None = None,
+    max_shard_size: int | str | None = None,
     verify: bool = True,
     threads: int = 2,
-    max_memory: int | None = None,
+    max_memory: int | str | None = None,
 ) -> ConversionPlan:
     """What `convert` with the same arguments would do: bytes, files, memory, seconds. Writes nothing.
 

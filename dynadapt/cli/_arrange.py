@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from dynadapt.cli._options import Globs, WeightsOption, WorkersOption, size_of
+from dynadapt.cli._options import Globs, WeightsOption, WorkersOption
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,9 +81,9 @@ class Conversion:
             "weights_only": self.weights_only,
             "dtype": self.dtype,
             "keep_dtype": self.keep_dtype or (),
-            "max_shard_size": size_of(self.max_shard_size),
+            "max_shard_size": self.max_shard_size,
             "threads": self.workers,
-            "max_memory": None if self.max_memory is None else size_of(self.max_memory),
+            "max_memory": self.max_memory,
             "verify": self.verify,
         }
 

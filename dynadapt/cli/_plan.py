@@ -13,8 +13,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from dynadapt.cli._arrange import Conversion, takes_conversion
-from dynadapt.cli._options import JsonOption, size_of
+from dynadapt.cli._options import JsonOption
 from dynadapt.cli._output import print_json
+from dynadapt.elastic.sizes import size_of
 from dynadapt.errors import DynadaptError
 
 if TYPE_CHECKING:

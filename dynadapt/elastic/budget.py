@@ -6,6 +6,7 @@ import mmap
 from dataclasses import dataclass
 from pathlib import Path
 
+from dynadapt.elastic.sizes import size_of
 from dynadapt.errors import Finding, Refused
 from dynadapt.transport.forks import may_fork
 from dynadapt.transport.sources import PIECE
@@ -62,8 +63,9 @@ class Budget:
     held: int = 0
 
     @classmethod
-    def of(cls, most: int | None) -> Budget:
-        """What there is to spend from now on; None is no limit."""
+    def of(cls, said: int | str | None) -> Budget:
+        """What there is to spend from now on; None is no limit. Raises `Refused` (`bad-argument`)."""
+        most = None if said is None else size_of(said)
         return cls(most, (anonymous_bytes() or 0) if most is not None else 0)
 
     def forks(self, nbytes: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING, Any
 
+from dynadapt.elastic.sizes import size_of
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import FileTarget
 from dynadapt.registry import format_names
@@ -68,11 +69,13 @@ def proved(target: FileTarget) -> FileTarget:
 
 
 def file_options(
-    dtype: str | None = None, keep_dtype: Sequence[str] = (), max_shard_size: int | None = None
+    dtype: str | None = None,
+    keep_dtype: Sequence[str] = (),
+    max_shard_size: int | str | None = None,
 ) -> dict[str, Any]:
     """What a user may say of files of weights; raises `Refused` (`bad-argument`).
 
-    >>> file_options("bfloat16", max_shard_size=1 << 30)
+    >>> file_options("bfloat16", max_shard_size="1GiB")
     {'max_shard_size': 1073741824, 'dtype': 'bfloat16', 'keep_dtype': ()}
     """
     if keep_dtype and dtype is None:
@@ -80,7 +83,7 @@ def file_options(
         raise Refused([Finding("bad-argument", "--keep-dtype", cause, "give --dtype, too")])
     options: dict[str, Any] = {}
     if max_shard_size is not None:
-        options["max_shard_size"] = max_shard_size
+        options["max_shard_size"] = size_of(max_shard_size)
     if dtype is not None:
         known = SHORT_DTYPES.get(dtype, dtype)
         if known not in CASTABLE:

@@ -111,3 +111,27 @@ def test_no_torch_is_imported(saved: Path, tmp_path: Path) -> None:
     words = [sys.executable, "-c", script, str(saved), str(tmp_path / "three")]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_sizes_are_bytes_or_texts(tmp_path: Path) -> None:
+    """As the options take them; what is no size is an error of dynadapt's own, of a live job's `save` too."""
+    save_file({name: torch.ones(4096) for name in "abc"}, tmp_path / "x.safetensors")
+    source = tmp_path / "x.safetensors"
+    for number, size in enumerate((20_000, "20KB", "0.02 mb")):
+        at = tmp_path / f"y{number}"
+        dynadapt.convert(source, at, "safetensors", max_shard_size=size, max_memory="64MiB")
+        assert len(list(at.glob("*.safetensors"))) == 3
+    for given in ({"max_shard_size": "much"}, {"max_memory": "-1GB"}, {"max_shard_size": True}):
+        for refused in (
+            lambda given=given: dynadapt.convert(source, tmp_path / "z", "safetensors", **given),
+            lambda given=given: dynadapt.offline.plan(source, "safetensors", **given),
+        ):
+            with pytest.raises(dynadapt.DynadaptError, match="is not a size") as caught:
+                refused()
+            assert caught.value.reason == "bad-argument"
+    with pytest.raises(dynadapt.MigrationAborted, match="is not a size") as caught:
+        dynadapt.save(
+            torch.nn.Linear(2, 2), tmp_path / "z", "safetensors", max_shard_size="5 sheep"
+        )
+    assert caught.value.reason == "bad-argument"
+    assert not (tmp_path / "z").exists()
