@@ -278,8 +278,9 @@ def _wanted(
         frozen = () if known_groups else its.frozen
         known_order, known_groups = known_order or its.order, known_groups or its.groups
     if to is None:
-        fix = "say a format or a layout, or a checkpoint that it is to be like"
-        raise Refused([Finding("bad-argument", "to", "nothing says what is wanted", fix)])
+        cause = "nothing says what is to be written"
+        fix = "give --to SPEC, e.g. safetensors or zero3:dp=4, or --like CHECKPOINT (in Python to= or like=)"
+        raise Refused([Finding("bad-argument", "--to", cause, fix)])
     wanted = proved(target_of(os.fspath(dst), to, options))
     if wanted.format == "safetensors":
         selection = replace(selection, weights_only=True)

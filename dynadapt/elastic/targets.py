@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.elastic.sizes import size_of
@@ -11,7 +12,7 @@ from dynadapt.protocols import FileTarget
 from dynadapt.registry import format_names
 from dynadapt.transport.casts import CASTABLE
 from dynadapt.vps.keys import SHORT_DTYPES
-from dynadapt.vps.spec import LayoutSpec
+from dynadapt.vps.spec import AXES, KINDS, LayoutSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,8 +23,20 @@ __all__ = ["file_options", "proved", "target_of"]
 _DEFAULT = dict.fromkeys(("zero0", "zero1", "zero2", "zero3"), "deepspeed")
 """The format of a kind of layout, where none is named."""
 
-_WHOLE = {"safetensors", "torch", "universal"}
-"""Formats that are the same for any number of ranks."""
+_JOBS = ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2", "fsdp1")
+
+WRITTEN: Mapping[str, tuple[str, ...]] = {
+    "deepspeed": ("zero0", "zero1", "zero2", "zero3"),
+    "universal": (),
+    "dcp": ("fsdp2", "hsdp", "fsdp1", "ddp"),
+    "safetensors": (),
+    "torch": (),
+    "trainer": _JOBS,
+    "accelerate": _JOBS,
+}
+"""The kinds of layouts that each format of our own is written in; none: it is the same for any ranks."""
+
+READ_ONLY = {"fsdp", "megatron"}
 
 
 def target_of(path: str | Path, spec: str, options: Mapping[str, Any] | None = None) -> FileTarget:
@@ -39,21 +52,49 @@ def target_of(path: str | Path, spec: str, options: Mapping[str, Any] | None = N
     text = spec.strip()
     if text in known:
         return FileTarget(str(path), text, None, options=dict(options or {}))
-    if ":" not in text and "/" not in text:
-        near = difflib.get_close_matches(text, known, 1)
+    head, colon, settings = text.partition(":")
+    if not colon and "/" not in text and text not in KINDS:
+        near = difflib.get_close_matches(text, (*known, *KINDS), 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        cause = f"is neither a format ({', '.join(known)}) nor a layout{hint}"
+        cause = f"is neither a format ({', '.join(_written(known))}) nor a layout{hint}"
         raise Refused([Finding("bad-spec", text, cause, "write e.g. zero3:dp=4 or safetensors")])
+    if head in known:
+        cause = f"{head} is a format, and what stands after the colon is of a layout"
+        kinds = (f"{head}/{kind}:{settings}" for kind in WRITTEN.get(head, ())[:1])
+        raise Refused([Finding("bad-spec", text, cause, f"write {' or '.join([head, *kinds])}")])
     layout = LayoutSpec.parse(text)
     named = layout.format or _DEFAULT.get(layout.kind)
-    if named not in known:
-        cause = f"no format is called {named!r}" if named else f"{layout.kind} needs a format"
-        fix = f"known: {', '.join(known)}; write FORMAT/{layout.kind}:..."
+    if named is None:
+        cause, fix = _formless(layout)
         raise Refused([Finding("bad-spec", text, cause, fix)])
-    if named in _WHOLE:
+    if named not in known:
+        fix = f"known: {', '.join(_written(known))}; write FORMAT/{layout.kind}:..."
+        raise Refused([Finding("bad-spec", text, f"no format is called {named!r}", fix)])
+    if WRITTEN.get(named) == ():
         cause = f"{named} is the same for any number of ranks, and has no layout"
         raise Refused([Finding("bad-spec", text, cause, f"write {named}")])
+    if not any(each.partition("=")[0] in AXES for each in settings.split(",")):
+        cause = "does not say for how many ranks: dp=N is missing"
+        fix = f"write e.g. {head}:{','.join(['dp=4', *filter(None, [settings])])}"
+        raise Refused([Finding("bad-spec", text, cause, fix)])
     return FileTarget(str(path), named, layout, options=dict(options or {}))
+
+
+def _written(known: Sequence[str]) -> list[str]:
+    return [name for name in known if name not in READ_ONLY]
+
+
+def _formless(layout: LayoutSpec) -> tuple[str, str]:
+    """What is wrong with a layout that no format is meant by, and the formats that are written in it."""
+    cut = [axis for axis in layout.axes if axis not in {"dp", "rep"}]
+    axes = {axis: n for axis, n in layout.axes.items() if axis not in cut} or {"dp": 2}
+    wanted = replace(layout, axes=axes, options={})
+    formats = [name for name, kinds in WRITTEN.items() if layout.kind in kinds]
+    fix = f"write {', '.join(f'{name}/{wanted}' for name in formats)}"
+    if not cut:
+        return f"{layout.kind} needs a format", fix
+    cause = f"no format is written in parts of {', '.join(cut)}"
+    return cause, f"{fix}: a job of any layout loads it by dynadapt.load"
 
 
 def proved(target: FileTarget) -> FileTarget:
