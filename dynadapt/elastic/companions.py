@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from contextlib import suppress
+from collections import Counter
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -13,8 +13,10 @@ from dynadapt.elastic.place import MANIFEST
 from dynadapt.protocols import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
+
+    from dynadapt.vps.keys import KeySpec
 
 __all__ = ["bring_along"]
 
@@ -31,10 +33,22 @@ _STATE = ("optimizer.*", "scheduler.*", "scaler.*", "rng_state*.pth")
 """What `transformers.Trainer` saves beside the weights."""
 
 
-def bring_along(source: Path, target: Path, *, dtype: str | None, whole: bool) -> list[Outcome]:
+_LOADED = (
+    *("model.safetensors", "model-*.safetensors"),
+    *("pytorch_model.bin", "pytorch_model-*.bin"),
+)
+"""The files of weights that transformers finds in a folder."""
+
+_FLOATS = {"bfloat16", "float16", "float32", "float64"}
+
+
+def bring_along(
+    source: Path, target: Path, keys: Iterable[KeySpec], *, dtype: str | None, whole: bool
+) -> list[Outcome]:
     """Copy them, if the source is such a folder; what becomes of the rest that a trainer keeps there.
 
-    The config says `dtype` then, if the weights were asked for in one: transformers loads them as it says.
+    The config says `dtype` then, if the weights were asked for in one, else that in which most of the `keys`
+    are written where transformers finds them: it loads them as the config says, and would round masters.
     Files of the training state are told, unless `whole` says that the source's format has one of its own.
     An adapter's weights keep the name by which PEFT finds them.
     """
@@ -50,8 +64,7 @@ def bring_along(source: Path, target: Path, *, dtype: str | None, whole: bool) -
                 shutil.copy2(path, there)
             else:
                 told.append(Outcome(path.name, "dropped", "cannot be read"))
-    if dtype is not None:
-        _say_dtype(target / "config.json", dtype)
+    told += _say_dtype(target, dtype, keys)
     if whole:
         return told
     left = [p.name for p in sorted(source.iterdir()) if any(fnmatchcase(p.name, g) for g in _STATE)]
@@ -70,10 +83,33 @@ def _small(source: Path) -> Iterator[Path]:
                 yield path
 
 
-def _say_dtype(config: Path, dtype: str) -> None:
-    with suppress(OSError, ValueError):
+def _say_dtype(folder: Path, asked: str | None, keys: Iterable[KeySpec]) -> list[Outcome]:
+    """Write the weights' dtype into the config, if it says one; told if nobody asked for another."""
+    config = folder / "config.json"
+    try:
         told = json.loads(config.read_text())
-        names = [n for n in ("dtype", "torch_dtype") if isinstance(told, dict) and n in told]
-        if names:
-            told |= dict.fromkeys(names, dtype)
-            config.write_text(json.dumps(told, indent=2, ensure_ascii=False) + "\n")
+    except (OSError, ValueError):
+        return []
+    names = [n for n in ("dtype", "torch_dtype") if isinstance(told, dict) and n in told]
+    dtype = asked or _of_weights(folder, keys)
+    if not names or dtype is None or (not asked and "quantization_config" in told):
+        return []
+    before = told[names[0]]
+    if all(told[name] == dtype for name in names):
+        return []
+    told |= dict.fromkeys(names, dtype)
+    config.write_text(json.dumps(told, indent=2, ensure_ascii=False) + "\n")
+    note = f"says {dtype}, as the weights are written, and said {before}"
+    return [] if asked else [Outcome(config.name, "derived", note)]
+
+
+def _of_weights(folder: Path, keys: Iterable[KeySpec]) -> str | None:
+    """The floating dtype of most elements, where the folder is one that transformers loads."""
+    if not any(fnmatchcase(name, glob) for name in os.listdir(folder) for glob in _LOADED):
+        return None
+    sizes: Counter[str] = Counter()
+    for spec in keys:
+        if spec.kind == "parameter" and spec.key.slot == "param":
+            sizes[spec.dtype] += spec.numel
+    most = max(sizes, key=lambda dtype: sizes[dtype], default=None)
+    return most if most in _FLOATS else None

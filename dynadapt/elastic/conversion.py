@@ -202,6 +202,7 @@ class _Job:
             bring_along(
                 Path(self.source.path),
                 Path(work.path),
+                there.keys,
                 dtype=work.options.get("dtype"),
                 whole=self.source.format != "safetensors",
             )

@@ -116,6 +116,38 @@ def test_what_lies_beside_the_weights(tmp_path: Path) -> None:
     assert [(o.path, o.kind) for o in report.outcomes] == [("optimizer.pt", "dropped")]
 
 
+def _config(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch"])
+def test_a_config_says_the_dtype_that_is_written(tmp_path: Path, to: str) -> None:
+    """Masters of a bf16 model are fp32 on the way back; `from_pretrained(dtype="auto")` must not round it."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 32}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**small, **heads)).bfloat16()
+    hf, zero, back = (tmp_path / name for name in ("hf", "zero", "back"))
+    model.save_pretrained(hf)
+    (own,) = {"dtype", "torch_dtype"} & _config(hf).keys()
+    dynadapt.convert(hf, zero, "zero3:dp=2", model=hf)
+    assert (
+        _config(zero)[own] == "bfloat16"
+    )  # what the model computes in: DeepSpeed keeps masters apart
+    report = dynadapt.convert(zero, back, to, weights_only=True)
+    assert _config(back) == {**_config(hf), own: "float32"}
+    (told,) = (o for o in report.outcomes if o.path == "config.json")
+    assert "says float32" in told.note
+    loaded = AutoModelForCausalLM.from_pretrained(back, dtype="auto")
+    assert {p.dtype for p in loaded.parameters()} == {torch.float32}
+    low = tmp_path / "low"
+    report = dynadapt.convert(hf, low, to)
+    assert (low / "config.json").read_bytes() == (hf / "config.json").read_bytes()
+    assert not [o for o in report.outcomes if o.path == "config.json"]
+
+
 def test_a_folder_of_an_adapter_is_one_again(tmp_path: Path) -> None:
     """PEFT's, as Trainer saves it; what is not read of it is told."""
     source, low = tmp_path / "adapter", tmp_path / "low"
