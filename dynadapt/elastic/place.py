@@ -127,10 +127,13 @@ class Place:
 
     def _free(self) -> None:
         if os.path.lexists(self.path) and not self.force:  # a link that leads nowhere, too
-            cause, fix = "is there already", "choose another place, or replace it with --force"
+            cause, fix = (
+                "is there already",
+                "choose another place, or replace it with --force (in Python force=True)",
+            )
             raise Refused([Finding("target-exists", str(self.path), cause, fix)])
         if self.force and (what := _foreign(self.path)):
-            cause = f"{what}, which --force would remove"
+            cause = f"{what}, which --force (force=True) would remove"
             fix = "choose another place, or remove it yourself"
             raise Refused([Finding("target-exists", str(self.path), cause, fix)])
 

@@ -89,6 +89,7 @@ def test_an_existing_target_is_kept(tmp_path: Path) -> None:
     with pytest.raises(Refused) as caught:
         convert(source, _target(tmp_path / "b"))
     assert caught.value.reason == "target-exists"
+    assert "force=True" in caught.value.findings[0].fix
     assert (tmp_path / "b" / "mine").read_text() == "precious"
     convert(source, _target(tmp_path / "b"), force=True)
     assert not (tmp_path / "b" / "mine").exists()
