@@ -14,6 +14,7 @@ from rich.table import Column, Table
 from dynadapt.cli._arrange import ModelOption, OrderOption, said_of
 from dynadapt.cli._options import JsonOption, WorkersOption
 from dynadapt.cli._output import print_json
+from dynadapt.errors import Finding, Refused
 
 if TYPE_CHECKING:
     from dynadapt.elastic.checkpoint import Checkpoint
@@ -41,6 +42,9 @@ def inspect(
 
     found = offline.open(path, **said_of(model, order))
     facts = found.summary(glob)
+    if glob != "*" and not facts["tensors"]:
+        cause, fix = "matches the name of no tensor", "without --filter all are listed"
+        raise Refused([Finding("no-match", f"--filter {glob}", cause, fix)])
     if as_json:
         if summary:
             facts.pop("tensors")

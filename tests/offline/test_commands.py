@@ -138,6 +138,7 @@ def test_wrong_words_are_one_message(saved: Path, tmp_path: Path) -> None:
         assert not (tmp_path / "x").exists()
     assert "no such file" in _run("inspect", tmp_path / "none", code=2).replace("\n", " ")
     assert "no-match" in _run("diff", saved, saved, "--include", "nothing*", code=2)
+    assert "no-match" in _run("inspect", saved, "--filter", "nothing*", code=2)
 
 
 def test_every_finding_says_its_reason_once(saved: Path, tmp_path: Path) -> None:

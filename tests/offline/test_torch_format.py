@@ -85,6 +85,17 @@ def test_numbers_are_those_of_torch(tmp_path: Path) -> None:
         assert all(torch.equal(found["state"][id_][slot], value) for slot, value in entry.items())
 
 
+def test_what_a_job_did_is_not_called_lost(tmp_path: Path) -> None:
+    """The framework and precision are told by the files again; DeepSpeed's config is told by its parts."""
+    at = Job().save(tmp_path / "job.pt")
+    for number, to in enumerate(("dcp", "dcp/fsdp2:dp=2", "torch", "zero2:dp=2", "dcp", "torch")):
+        report = convert(open_checkpoint(at), target_of(tmp_path / f"at-{number}", to))
+        (told,) = [o for o in report.outcomes if o.path == "behaviour"]
+        assert told.kind == {3: "exact", 4: "dropped"}.get(number, "derived"), told
+        assert number != 4 or "(config, framework, " in told.note
+        at = tmp_path / f"at-{number}"
+
+
 def test_zero_and_universal_hold_the_same_state(tmp_path: Path) -> None:
     """Through DeepSpeed's formats and back, and DeepSpeed itself loads it on the way."""
     job = Job()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dynadapt.adapters.checkpoints._dcp_metadata import METADATA, Chunk, boxes
 from dynadapt.adapters.checkpoints._dcp_pickle import Metadata
 from dynadapt.adapters.checkpoints._dcp_read import OWN
+from dynadapt.adapters.checkpoints._format import homeless
 from dynadapt.adapters.checkpoints._optimizer_kinds import family_of
 from dynadapt.adapters.checkpoints._plain import MARK, Lifting
 from dynadapt.adapters.checkpoints._repickle import tensor, write_pickle
@@ -240,7 +241,8 @@ class Writing:
                 self._tree(told, last, (name,), item.value)
                 taken.add(name.partition(".")[0])
             elif path == "behaviour" or path.startswith("opaque/"):
-                kind, note = "dropped", "a distributed checkpoint has no place for it"
+                outcomes.append(homeless(item, "a distributed checkpoint"))
+                continue
             elif path not in {"param_groups", "optimizer", PLAIN}:
                 own[path] = item.value
             if path == "param_groups" and self.untold:

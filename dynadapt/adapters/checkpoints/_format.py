@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.errors import Finding, Refused
-from dynadapt.protocols import Described, FileSource, FileTarget, alone
+from dynadapt.protocols import Described, FileSource, FileTarget, Outcome, alone
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from dynadapt.protocols import Agree, AuxItem, Outcome
+    from dynadapt.protocols import Agree, AuxItem
     from dynadapt.vps.keys import KeySpec
 
-__all__ = ["Format", "ReadOnly", "in_order", "named_folder"]
+__all__ = ["Format", "ReadOnly", "homeless", "in_order", "named_folder"]
 
 _MALFORMED = (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError)
 """What reading a value of another type or size than it should have ends in. Readers look for what is
@@ -91,6 +91,20 @@ class ReadOnly(Format):
         """Never reached: `prepare` refuses."""
         agree()
         return ()
+
+
+def homeless(item: AuxItem, what: str) -> Outcome:
+    """What becomes of an item that a format has no place for; `what` names the format.
+
+    What a job did beside its state is told in words: it is no state, and who goes on may set it.
+    """
+    if item.path != "behaviour" or not isinstance(item.value, dict):
+        return Outcome(item.path, "dropped", f"{what} has no place for it")
+    if item.value.get("framework") == "torch" and item.value.keys() <= {"framework", "precision"}:
+        return Outcome(item.path, "derived", "framework and precision, which the files tell again")
+    said = ", ".join(sorted(map(str, item.value)))
+    note = f"no state, but what the source says of its job ({said}): {what} has no place for it"
+    return Outcome(item.path, "dropped", note)
 
 
 def _by_first_name(own: Described) -> Described:

@@ -17,6 +17,7 @@ from dynadapt.adapters.checkpoints._dcp_write import OPTIMIZER as OPTIMIZER_PART
 from dynadapt.adapters.checkpoints._dcp_write import Writing as ShardedWriting
 from dynadapt.adapters.checkpoints._deepspeed_files import outcomes_of
 from dynadapt.adapters.checkpoints._deepspeed_open import writing_of
+from dynadapt.adapters.checkpoints._format import homeless
 from dynadapt.adapters.checkpoints._plain import Lifting, lowered, plain_part
 from dynadapt.adapters.checkpoints._safetensors import NAMES, header_of, whole_row
 from dynadapt.adapters.checkpoints._torch_file import read_torch
@@ -316,8 +317,7 @@ class Whole:
             tree = self.trees.optimizer(scalars, aux, lifting, by_name=self.full)
             self.made.seal_torch(self.file, tree, self.x.crcs, lifting.values)
         held = {"param_groups", "optimizer", PLAIN} if self.optimizer else set()
-        note = "this form of folder has no place for it"
-        for path in aux:
-            kind = Outcome(path, "exact") if path in held else Outcome(path, "dropped", note)
-            outcomes.setdefault(path, kind)
+        for path, item in aux.items():
+            lost = homeless(item, "this form of folder")
+            outcomes.setdefault(path, Outcome(path, "exact") if path in held else lost)
         return tuple(outcomes.values())

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.adapters._loss_scales import as_grad_scaler
-from dynadapt.adapters.checkpoints._format import Format
+from dynadapt.adapters.checkpoints._format import Format, homeless
 from dynadapt.adapters.checkpoints._hf_index import broken_promises, weight_map
 from dynadapt.adapters.checkpoints._making import Making
 from dynadapt.adapters.checkpoints._pickle import Opaque, StoredTensor
@@ -131,7 +131,8 @@ def _rest(
         elif path.startswith("user/") and name not in _RESERVED and not path.startswith(EXTRA_PATH):
             tree[name] = lifting.lifted(item.value)
         elif path not in {"param_groups", "optimizer", PLAIN} and not path.startswith(EXTRA_PATH):
-            kind, note = "dropped", "a torch file has no place for it"
+            outcomes.append(homeless(item, "a torch file"))
+            continue
         outcomes.append(Outcome(path, kind, note))  # type: ignore[arg-type]
     if "param_groups" not in aux:
         note = "the source has none: set them after loading the optimizer"
