@@ -125,7 +125,8 @@ class Described:
     `written` is the text that asks for the same format and layout, `made_by` names the framework that
     wrote them and its version where they say, and `ordered` says whether the keys are in the model's order.
     `nameless`: nothing in the files themselves says which rank's or tensor's they are, or in what folder.
-    `doubts` is what is wrong with what a user will not use.
+    `doubts` is what is wrong with what a user will not use. `called` are the names by which the framework
+    has its tied parameters, where those of the specs are not.
     """
 
     specs: tuple[KeySpec, ...]
@@ -143,6 +144,7 @@ class Described:
     ordered: bool = True
     nameless: Literal["", "files", "folders"] = ""
     doubts: tuple[Finding, ...] = ()
+    called: tuple[str, ...] = ()
     keep: tuple[Any, ...] = ()
 
 
@@ -227,8 +229,8 @@ class FileTarget:
     """A checkpoint to be written: a folder that is there and empty, its format and layout.
 
     `layout` is None for formats that have none. `order` lists all parameter names as the model has
-    them, `groups` the optimizer's and `frozen` what none has, where the source does not say. `options` are
-    the format's own.
+    them, `groups` the optimizer's and `frozen` what none has, where the source does not say; `called` are
+    the names by which the source's own framework has tied parameters. `options` are the format's own.
     `crcs` are CRC-32 sums by buffer of what was written, where whoever wrote it has taken them. Of a
     `dry` one the files are laid out and not made: for a plan, or because another process makes them.
     """
@@ -239,6 +241,7 @@ class FileTarget:
     order: tuple[str, ...] = ()
     groups: tuple[tuple[str, ...], ...] = ()
     frozen: tuple[str, ...] = ()
+    called: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     crcs: dict[str, int] = field(default_factory=dict)
     dry: bool = False

@@ -26,6 +26,7 @@ from dynadapt.transport.match import match
 from dynadapt.transport.plan import Options
 from dynadapt.transport.planner import remembered_plan
 from dynadapt.vps import cover
+from dynadapt.vps.keys import canonical_name
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -54,6 +55,12 @@ def prologue(run: Run) -> None:
         run.source = renamed("source", side, run.settings.source_map, run.settings.allow)
     with run.phase("prepare"):
         _prepare(run)
+
+
+def _names_in(x: Any) -> list[str]:
+    """All names of a live model's parameters, of a tied one the first, as its framework has them."""
+    parts = modules_of(TrainState.of(x).model) if x is not None else ()
+    return [canonical_name(name) for part in parts for name, _ in part.named_parameters()]
 
 
 def _quiesce(run: Run) -> None:
@@ -115,6 +122,8 @@ def _prepare(run: Run) -> None:
         with deferred or nullcontext():
             if run.saving is not None:
                 run.saving.aux = run.wanted.aux
+                every = run.control.gather_values("called", _names_in(run.x_source))
+                run.saving.called = tuple(name for own in every.values() for name in own)
             run.own_target = run.target_adapter.prepare(run.x_target, run.wanted.keys)
         if deferred is not None:
             run.deferred = deferred.settle(run.own_target.buffers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from dynadapt.elastic.arrangement import arranged
@@ -17,13 +18,15 @@ from dynadapt.vps import cover
 from dynadapt.vps.keys import Key
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from dynadapt.elastic.checkpoint import Checkpoint
     from dynadapt.elastic.selection import Selection
     from dynadapt.protocols import Adapter, Described, FileTarget
     from dynadapt.transport.plan import Match, Narrow
     from dynadapt.vps.layout import RowLayout
 
-__all__ = ["chosen_of", "copies", "laid_out", "left_out"]
+__all__ = ["called", "chosen_of", "copies", "laid_out", "left_out", "names_of_tied"]
 
 
 def chosen_of(
@@ -42,8 +45,22 @@ def chosen_of(
     ]
     if idle:
         raise Refused(idle)
+    tied = names_of_tied(source.own)
+    now = tied if selection is None else filter(None, map(selection.name, tied))
+    target = called(target, now)
     own, target = arranged(own, target, source.path)
     return own, target, layout_of(own)
+
+
+def called(target: FileTarget, names: Iterable[str]) -> FileTarget:
+    """A target that knows what a source calls its parameters; what the user says of groups comes first."""
+    return replace(target, called=(*chain(*target.groups), *names))
+
+
+def names_of_tied(own: Described) -> tuple[str, ...]:
+    """The names by which a framework itself has its tied parameters: any of them is one to us."""
+    by_specs = (spec.key.name for spec in own.specs if spec.aliases and spec.key.slot == "param")
+    return (*own.called, *by_specs)
 
 
 def laid_out(

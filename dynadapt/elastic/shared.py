@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.elastic.arrangement import arranged
+from dynadapt.elastic.conversion_layout import called
 from dynadapt.elastic.place import Place, write_manifest
 from dynadapt.errors import Finding, Refused
 from dynadapt.files import FileBuffer, forget, unwritable
@@ -34,6 +35,9 @@ class SharedFiles:
 
     aux: Mapping[str, AuxItem]
     """What the source says beside tensors; to be set before `prepare`, which needs its param groups."""
+
+    called: tuple[str, ...] = ()
+    """What the job calls tied parameters; to be set likewise."""
 
     def __init__(self, x: FileTarget, control: Control, *, force: bool) -> None:
         self.format: Adapter = adapter_for(x)
@@ -66,7 +70,7 @@ class SharedFiles:
         if self._first:
             kept = tuple(spec for spec in keys if not spec.local)
             own = Described(kept, (), {}, aux=tuple(self.aux.values()))
-            own, target = arranged(own, x, "the job")
+            own, target = arranged(own, called(x, self.called), "the job")
             self.aux = {item.path: item for item in own.aux}
             self._work = replace(target, path=str(self._place.begin()), crcs={}, made=None)
             self._made = self.format.prepare(self._work, own.specs)

@@ -89,7 +89,6 @@ class Writing:
         self.untold = False
         self._zips: dict[tuple[str, tuple[int, ...]], _Zip] = {}
         self.buffers: dict[str, dict[str, tuple[str, int, int]]] = {}
-        self.first = _first_names(x, self.parts.weights)
         labels = {spec.key.slot.removeprefix("extra:") for spec in self.parts.extras}
         taken = sorted({MODEL, OPTIMIZER, SCHEDULER, OWN} & labels)
         if taken:
@@ -187,7 +186,7 @@ class Writing:
     def _model(self, told: Metadata) -> None:
         """All names of a tied tensor lead to the same bytes."""
         for spec in (*self.parts.weights, *self.parts.buffers):
-            first = self.first.get(spec.key.name, spec.key.name)
+            first = self.parts.first.get(spec.key.name, spec.key.name)
             for name in sorted((spec.key.name, *spec.aliases), key=lambda n: n != first):
                 self._add(told, (MODEL, name), spec)
 
@@ -204,7 +203,7 @@ class Writing:
         plain = set(aux[PLAIN].value) if PLAIN in aux else set()
         labels = {label for own in scalars.values() for label in own}
         for name in (n for own in self.parts.groups for n in own):
-            front: Names = (OPTIMIZER, "state", self.first.get(name, name))
+            front: Names = (OPTIMIZER, "state", self.parts.first.get(name, name))
             trained = name in states or name in scalars
             for label in sorted(labels) if trained else ():
                 value = scalars.get(name, {}).get(label, 0)
@@ -219,7 +218,7 @@ class Writing:
         for index, (own, hyper) in enumerate(
             zip(self.parts.groups, self.parts.hypers(aux), strict=True)
         ):
-            names = [self.first.get(name, name) for name in own]
+            names = [self.parts.first.get(name, name) for name in own]
             entries = {**_runs(hyper, aux), **hyper, "params": names}
             self.untold |= "amsgrad" in entries and "decoupled_weight_decay" not in entries
             for entry, value in entries.items():
@@ -304,15 +303,6 @@ def _ranks(layout: LayoutSpec | None) -> tuple[int, bool]:
         fix = "write dcp, dcp/fsdp2:dp=N or dcp/hsdp:rep=M,dp=N: any job reads its own part of it"
         raise Refused([Finding("bad-spec", str(layout), cause, fix)])
     return layout.size("dp"), known[layout.kind]
-
-
-def _first_names(x: FileTarget, weights: Sequence[KeySpec]) -> dict[str, str]:
-    """Canonical name -> the one that the optimizer has, which is the first of the model's, if it is known."""
-    told = {name: i for i, name in enumerate((*x.order, *(n for own in x.groups for n in own)))}
-    return {
-        spec.key.name: min((spec.key.name, *spec.aliases), key=lambda n: told.get(n, len(told)))
-        for spec in weights
-    }
 
 
 def _runs(hyper: Mapping[str, Any], aux: Mapping[str, AuxItem]) -> dict[str, Any]:

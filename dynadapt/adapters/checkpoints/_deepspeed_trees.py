@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.adapters._loss_scales import as_deepspeed, is_deepspeeds
-from dynadapt.adapters.checkpoints._names import natural
+from dynadapt.adapters.checkpoints._names import first_names, natural
 from dynadapt.adapters.checkpoints._pickle import Global, Opaque, Size, StoredTensor
 from dynadapt.adapters.checkpoints._repickle import tensor
 from dynadapt.errors import Finding, Refused
@@ -48,7 +48,8 @@ class Model:
     """What a checkpoint's keys say of the model: parameters by group, frozen ones, buffers.
 
     `groups` are name -> shape in the optimizer's order, `order` all parameters in the model's;
-    `dtype` is what the model computes in.
+    `dtype` is what the model computes in, `first` the name that the framework has for a parameter: of a
+    tied one the first of the model's, where that is known.
     """
 
     groups: tuple[Shapes, ...]
@@ -57,6 +58,7 @@ class Model:
     order: tuple[str, ...]
     by_key: Mapping[Key, KeySpec]
     dtype: str
+    first: Mapping[str, str]
 
     @classmethod
     def of(cls, x: FileTarget, keys: Sequence[KeySpec]) -> Model:
@@ -80,6 +82,7 @@ class Model:
             order=tuple(spec.key.name for spec in ordered),
             by_key={spec.key: spec for spec in keys},
             dtype=dtype,
+            first=first_names(x, params),
         )
 
     def slots(self, name: str) -> list[str]:
@@ -286,11 +289,12 @@ def model_tree(
         dtype = spec.dtype if name in frozen else model.dtype
         storage, shape = (f"empty.{name}", (0,)) if sharded else (weight(name), spec.shape)
         module[name] = tensor(storage, dtype, shape)
-        for alias in spec.aliases:
-            aliases[alias] = name
-            module[alias] = module[name]
+        for other in {name, *spec.aliases}:
+            module[other] = module[name]
+            if other != model.first[name]:
+                aliases[other] = model.first[name]
     fragments = {
-        name: tensor(f"frozen.{name}", spec.dtype, (zero3_part(spec.numel, ranks),))
+        model.first[name]: tensor(f"frozen.{name}", spec.dtype, (zero3_part(spec.numel, ranks),))
         if sharded
         else module[name]
         for name, spec in frozen.items()
@@ -309,9 +313,12 @@ def model_tree(
         "module": module,
         "buffer_names": [spec.key.name for spec in model.buffers],
         "optimizer": None,
-        "param_shapes": [{n: Size(shape) for n, shape in own.items()} for own in listed],
+        "param_shapes": [
+            {model.first.get(n, n): Size(shape) for n, shape in own.items()} for own in listed
+        ],
         # None, as where they were left out: a loader of `{}` asks for every frozen weight of its model.
-        "frozen_param_shapes": {n: Size(spec.shape) for n, spec in frozen.items()} or None,
+        "frozen_param_shapes": {model.first[n]: Size(spec.shape) for n, spec in frozen.items()}
+        or None,
         "shared_params": aliases,
         "frozen_param_fragments": fragments or None,
         "lr_scheduler": aux["scheduler"].value["state"] if "scheduler" in aux else schedule,

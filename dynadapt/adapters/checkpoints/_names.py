@@ -14,7 +14,17 @@ from dynadapt.vps.keys import Key, KeySpec
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-__all__ = ["as_asked", "leaves", "looks_like_buffer", "natural", "placeholders", "tensor_spec"]
+    from dynadapt.protocols import FileTarget
+
+__all__ = [
+    "as_asked",
+    "first_names",
+    "leaves",
+    "looks_like_buffer",
+    "natural",
+    "placeholders",
+    "tensor_spec",
+]
 
 _BUFFERS = re.compile(
     r"(?:^|\.)(?:running_mean|running_var|num_batches_tracked|inv_freq|original_inv_freq"
@@ -72,6 +82,15 @@ def placeholders(specs: Iterable[KeySpec], where: str) -> list[Finding]:
     )
     fix = "read the folder of DeepSpeed's whole checkpoint, or gather the weights before they are saved"
     return [Finding("unsupported-format", where, cause, fix)]
+
+
+def first_names(x: FileTarget, params: Iterable[KeySpec]) -> dict[str, str]:
+    """Canonical name -> the framework's own, which of a tied parameter is the first, where it is known."""
+    at = {name: i for i, name in reversed(list(enumerate((*x.order, *x.called))))}
+    return {
+        s.key.name: min((s.key.name, *s.aliases), key=lambda name: at.get(name, len(at)))
+        for s in params
+    }
 
 
 def natural(name: str) -> tuple[tuple[int, int | str], ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dynadapt.adapters.checkpoints._names import as_asked, natural
+from dynadapt.adapters.checkpoints._names import as_asked, first_names, natural
 from dynadapt.errors import Finding, Refused
 
 if TYPE_CHECKING:
@@ -19,8 +19,9 @@ __all__ = ["Parts"]
 class Parts:
     """Keys sorted in the model's order: `weights`, `buffers`, optimizer `states`, `extras` (an EMA).
 
-    `groups` are the canonical names of each group's members; none where no optimizer is wanted. Raises
-    `Refused` (`groups`) for states of what is in no group.
+    `groups` are the canonical names of each group's members; none where no optimizer is wanted. `first`
+    is the name that torch has for one, of a tied parameter the first of the model's, where it is known.
+    Raises `Refused` (`groups`) for states of what is in no group.
     """
 
     def __init__(self, x: FileTarget, keys: Sequence[KeySpec], *, optimizer: bool) -> None:
@@ -37,6 +38,7 @@ class Parts:
         self.extras = [spec for spec in states if spec.key.slot.startswith("extra:")]
         self.states = [spec for spec in states if not spec.key.slot.startswith("extra:")]
         self._by_any = {n: s.key.name for s in self.weights for n in (s.key.name, *s.aliases)}
+        self.first = first_names(x, self.weights)
         self.groups = self._grouped(x) if optimizer else []
         if findings := self._homeless():
             raise Refused(findings)

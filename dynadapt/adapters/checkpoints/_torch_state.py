@@ -75,6 +75,7 @@ class StateDicts:
         self.aux: list[AuxItem] = []
         self.ordered = True
         self._canonical: dict[str, str] = {}
+        self._called: list[str] = []
         self._slots: dict[str, set[str]] = {}
 
     def described(self, written: str) -> Described:
@@ -84,7 +85,7 @@ class StateDicts:
         rows = {file_endpoint(name): tuple(own) for name, own in self.files.rows.items()}
         specs, aux = tuple(self.specs.values()), tuple(self.aux)
         own = Described(specs, (), self.files.buffers, self.scalars, aux, files=rows)
-        return replace(own, written=written, ordered=self.ordered)
+        return replace(own, written=written, ordered=self.ordered, called=tuple(self._called))
 
     def put(self, spec: KeySpec, file: TorchFile, tensor: StoredTensor) -> None:
         """A key whose whole tensor lies in a file."""
@@ -110,6 +111,7 @@ class StateDicts:
         tied: dict[tuple[Any, ...], list[str]] = {}
         for raw, file, value in entries:
             tied.setdefault(_place(raw, file, value), []).append(names[raw])
+        self._called += [own[0] for own in tied.values() if len(own) > 1]
         taken = set()
         for raw, file, value in entries:
             first, *others = sorted(tied[_place(raw, file, value)])

@@ -63,7 +63,8 @@ class StateTrees(Parts):
         """The module's state dict; the names of a tied tensor share it, as they do in the model."""
         found = Ordered()
         for spec in (*self.weights, *self.buffers):
-            for name in (spec.key.name, *spec.aliases):
+            first = self.first.get(spec.key.name, spec.key.name)
+            for name in sorted((spec.key.name, *spec.aliases), key=lambda n: n != first):
                 found[name] = self._tensors[spec.key]
         for path, item in aux.items():
             if path.startswith(EXTRA_PATH):
@@ -103,7 +104,7 @@ class StateTrees(Parts):
                 slots.setdefault(spec.key.name, {})[spec.key.slot] = self._tensors[spec.key]
         state: dict[int | str, dict[str, Any]] = {}
         for number, name in enumerate(names):
-            id_ = name if by_name else number
+            id_ = self.first.get(name, name) if by_name else number
             entry: dict[str, Any] = {
                 label: value if label in plain else lifting.number(value)
                 for label, value in sorted(scalars.get(name, {}).items(), reverse=True)
@@ -112,7 +113,8 @@ class StateTrees(Parts):
                 state[id_] = entry | slots.get(name, {})
         groups, at = [], 0
         for own, hyper in zip(self.groups, self.hypers(aux), strict=True):
-            members = own if by_name else list(range(at, at + len(own)))
+            numbers = list(range(at, at + len(own)))
+            members = [self.first.get(name, name) for name in own] if by_name else numbers
             groups.append({**hyper, "params": members})
             at += len(own)
         tree = {"state": state, "param_groups": groups}
