@@ -94,6 +94,11 @@ def test_what_a_job_did_is_not_called_lost(tmp_path: Path) -> None:
         assert told.kind == {3: "exact", 4: "dropped"}.get(number, "derived"), told
         assert number != 4 or "(config, framework, " in told.note
         at = tmp_path / f"at-{number}"
+    torch.save({"model": Job().model.state_dict()}, tmp_path / "weights.pt")
+    for to in ("safetensors", "torch"):
+        report = convert(open_checkpoint(tmp_path / "weights.pt"), target_of(tmp_path / to, to))
+        (told,) = [o for o in report.outcomes if o.path == "behaviour"]
+        assert told.kind == "derived"
 
 
 def test_zero_and_universal_hold_the_same_state(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dynadapt.adapters.checkpoints._format import Format
+from dynadapt.adapters.checkpoints._format import Format, homeless
 from dynadapt.adapters.checkpoints._hf_index import broken_promises, weight_map
 from dynadapt.adapters.checkpoints._making import Making
 from dynadapt.adapters.checkpoints._names import as_asked, natural, placeholders, tensor_spec
@@ -139,7 +139,7 @@ class SafetensorsDir(Format):
     ) -> tuple[Outcome, ...]:
         """Nothing is left to do; says what the format cannot hold."""
         agree()
-        return tuple(Outcome(path, "dropped", "safetensors hold weights only") for path in aux)
+        return tuple(homeless(item, "a file of weights") for item in aux.values())
 
 
 def _files(path: Path) -> list[str]:

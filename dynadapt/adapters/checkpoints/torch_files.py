@@ -97,10 +97,10 @@ class TorchFiles(Format):
         if path == SINGLE:
             made.seal_torch(path, model, x.crcs, lifting.values)
             return tuple(
-                Outcome(item, "exact")
-                if item.startswith(EXTRA_PATH)
-                else Outcome(item, "dropped", "a file of weights holds nothing else")
-                for item in aux
+                Outcome(path, "exact")
+                if path.startswith(EXTRA_PATH)
+                else homeless(item, "a file of weights")
+                for path, item in aux.items()
             )
         tree: dict[str, Any] = {"model": model, "optimizer": trees.optimizer(scalars, aux, lifting)}
         rest, outcomes = _rest(aux, lifting)
