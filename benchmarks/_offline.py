@@ -129,10 +129,10 @@ def _cases(rounds: int, size: str) -> list[Result]:
     nbytes = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
     what = f"ZeRO-3 x 4, {params / 1e6:.0f}M parameters, {nbytes / 1e9:.2g} GB"
     return [
+        *_fingerprints(rounds, size),  # before the page cache is in pieces
         *_conversions(source, warm, what, rounds),
         *_weights(source, what, max(rounds // 2, 1)),
         *_differences(source, warm, what, rounds),
-        *_fingerprints(rounds, size),
         *_memory(source, what, size),
         _help(rounds),
     ]
@@ -243,7 +243,7 @@ def _conversions(source: Path, warm: Path, what: str, rounds: int) -> list[Resul
     times = _in_turn(rounds, tasks)
     for left in ("to", "copy"):
         _fresh(FOLDER / left)
-    theirs = [_universal(source) for _ in range(max(rounds // 4, 1))]
+    theirs = [_universal(source) for _ in range(rounds // 3)]
     _fresh(FOLDER / "theirs")
     results = []
     for to, (in_process, as_command) in TARGETS.items():
