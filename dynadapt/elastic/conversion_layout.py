@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dynadapt.transport.plan import Match, Narrow
     from dynadapt.vps.layout import RowLayout
 
-__all__ = ["called", "chosen_of", "copies", "laid_out", "left_out", "names_of_tied"]
+__all__ = ["called", "chosen_of", "copies", "laid_out", "left_out"]
 
 
 def chosen_of(
@@ -45,7 +45,7 @@ def chosen_of(
     ]
     if idle:
         raise Refused(idle)
-    tied = names_of_tied(source.own)
+    tied = _names_of_tied(source.own)
     now = tied if selection is None else filter(None, map(selection.name, tied))
     target = called(target, now)
     own, target = arranged(own, target, source.path)
@@ -57,7 +57,7 @@ def called(target: FileTarget, names: Iterable[str]) -> FileTarget:
     return replace(target, called=(*chain(*target.groups), *names))
 
 
-def names_of_tied(own: Described) -> tuple[str, ...]:
+def _names_of_tied(own: Described) -> tuple[str, ...]:
     """The names by which a framework itself has its tied parameters: any of them is one to us."""
     by_specs = (spec.key.name for spec in own.specs if spec.aliases and spec.key.slot == "param")
     return (*own.called, *by_specs)
