@@ -279,8 +279,8 @@ def _wanted(
         known_order, known_groups = known_order or its.order, known_groups or its.groups
     if to is None:
         cause = "nothing says what is to be written"
-        fix = "give --to SPEC, e.g. safetensors or zero3:dp=4, or --like CHECKPOINT (in Python to= or like=)"
-        raise Refused([Finding("bad-argument", "--to", cause, fix)])
+        fix = "give --to SPEC (to=), e.g. safetensors or zero3:dp=4, or --like CHECKPOINT (like=)"
+        raise Refused([Finding("bad-argument", "--to (to=)", cause, fix)])
     wanted = proved(target_of(os.fspath(dst), to, options))
     if wanted.format == "safetensors":
         selection = replace(selection, weights_only=True)

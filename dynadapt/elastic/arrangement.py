@@ -91,7 +91,7 @@ def like(found: Checkpoint) -> Like:
     own = found.own
     if not own.written:
         cause = f"is of a format, {found.format}, that is not written"
-        raise Refused([Finding("bad-spec", found.path, cause, "say --to")])
+        raise Refused([Finding("bad-spec", found.path, cause, "say --to (to=)")])
     params = [spec for spec in own.specs if spec.key.slot == "param"]
     order = [s.key.name for s in sorted(params, key=lambda s: s.order)] if own.ordered else []
     frozen = tuple(s.key.name for s in params if not s.trainable)
@@ -209,7 +209,7 @@ def _frozen(spec: KeySpec, frozen: Collection[str]) -> KeySpec:
 def _unordered(own: Described, target: FileTarget, kind: str, source: str) -> Iterable[Finding]:
     if kind in _BY_ORDER and not own.ordered and not target.order:
         cause = f"does not say in which order the model has its parameters, on which {kind} depends"
-        fix = "give --model CONFIG, --order FILE, or --like with a checkpoint of the same model"
+        fix = "give --model CONFIG (model=), --order FILE (order=), or --like (like=) a checkpoint that does"
         yield Finding("no-order", source, cause, fix)
 
 

@@ -147,7 +147,7 @@ class Checkpoint:
                 "a process that read it was killed: for want of memory, or as a file was cut short"
             )
             raise Refused(
-                [Finding("worker-lost", self.path, cause, "--workers 1 takes less")]
+                [Finding("worker-lost", self.path, cause, "--workers 1 (threads=1) takes less")]
             ) from error
 
     def fingerprint(self, *, threads: int = 2) -> str:

@@ -115,7 +115,10 @@ def convert(
             raise Refused([unwritable(error.filename or place.aside, error)]) from error
         if isinstance(error, ForkLost):
             cause = "a process that worked for it was killed, or could not be made: for want of memory, maybe"
-            fix = "--resume goes on; --max-memory or --workers 1 take less"
+            fix = (
+                "--resume (resume=True) goes on; "
+                "--max-memory (max_memory=) or --workers 1 (threads=1) take less"
+            )
             raise Refused([Finding("worker-lost", str(place.path), cause, fix)]) from error
         if isinstance(error, Stopped) and ranks is not None:
             ranks.check()
@@ -132,7 +135,7 @@ def convert(
     clock.lap("settle")
     if place.found and not resume:
         cause = "what an ended conversion had left was removed"
-        fix = "--resume would have continued it"
+        fix = "--resume (resume=True) would have continued it"
         left = Finding("left-over", str(place.aside), cause, fix)
         report = replace(report, warnings=(*report.warnings, left))
     return replace(report, target=str(place.path), seconds=clock.seconds)

@@ -184,5 +184,5 @@ def _compare(path: Path, had: Mapping[str, Any], have: Mapping[str, Any]) -> Non
         cause = "was begun with other options, of other tensors, or by another version"
         causes = {str(path.parent): cause}
     if causes:
-        fix = "without --resume it begins anew"
+        fix = "without --resume (resume=True) it begins anew"
         raise Refused([Finding("resume-differs", k, cause, fix) for k, cause in causes.items()])

@@ -64,7 +64,7 @@ def order_in_file(path: Path) -> tuple[Order, Groups]:
         order = tuple(name for own in groups for name in own)
         groups = groups if len(groups) > 1 else ()
     if not order:
-        cause, fix = "has no name in it", "list every parameter, or leave --order out"
+        cause, fix = "has no name in it", "list every parameter, or leave --order (order=) out"
         raise Refused([Finding("no-order", str(path), cause, fix)])
     if twice := [*named_twice(order), *in_two_groups(groups)]:
         raise Refused(twice)

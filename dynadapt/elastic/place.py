@@ -128,7 +128,7 @@ class Place:
     def _free(self) -> None:
         if os.path.lexists(self.path) and not self.force:  # a link that leads nowhere, too
             cause = "is there already"
-            fix = "choose another place, or replace it with --force (in Python force=True)"
+            fix = "choose another place, or replace it with --force (force=True)"
             raise Refused([Finding("target-exists", str(self.path), cause, fix)])
         if self.force and (what := _foreign(self.path)):
             cause = f"{what}, which --force (force=True) would remove"

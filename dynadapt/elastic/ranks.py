@@ -192,7 +192,7 @@ class Ranks:
                 elif now - last[1] > self.timeout and not self._told("done", 0):
                     self.lost = True
                     cause = f"has shown no sign of life for {self.timeout:g} s"
-                    fix = "see its own output; --resume continues what is done"
+                    fix = "see its own output; --resume (resume=True) continues what is done"
                     self._end([Finding("rank-lost", f"rank {rank}", cause, fix)])
                     return
 

@@ -74,7 +74,7 @@ class Selection:
             for key in (Key(name, spec.key.slot) for name in names):
                 if taken.setdefault(key, spec) is not spec:
                     cause = f"both {taken[key].key} and {spec.key} would be called so"
-                    fix = "take off another prefix, or leave one out by --exclude"
+                    fix = "take off another prefix, or leave one out by --exclude (exclude=)"
                     findings.append(Finding("duplicate-name", str(key), cause, fix))
         known = {name for spec in own.specs for name in (spec.key.name, *spec.aliases)}
         findings += [

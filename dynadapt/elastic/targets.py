@@ -103,8 +103,8 @@ def proved(target: FileTarget) -> FileTarget:
     masters = kind.startswith("zero") or kind in {"deepspeed", "universal"}
     if masters and target.options.get("dtype") not in {None, "float32"}:
         cause = f"the masters of {target.layout or target.format} are float32"
-        fix = "leave --dtype out; dtype= in SPEC is what the model computes in, as zero3:dp=4,dtype=bfloat16"
-        where = f"--dtype {target.options['dtype']}"
+        fix = "leave --dtype (dtype=) out; what the model computes in SPEC says: zero3:dp=4,dtype=bfloat16"
+        where = f"--dtype (dtype=) {target.options['dtype']}"
         raise Refused([Finding("bad-argument", where, cause, fix)])
     return target
 
@@ -120,8 +120,8 @@ def file_options(
     {'max_shard_size': 1073741824, 'dtype': 'bfloat16', 'keep_dtype': ()}
     """
     if keep_dtype and dtype is None:
-        cause = "leaves names alone that --dtype would change, and there is none"
-        raise Refused([Finding("bad-argument", "--keep-dtype", cause, "give --dtype, too")])
+        cause = "leaves names alone that --dtype (dtype=) would change, and there is none"
+        raise Refused([Finding("bad-argument", "--keep-dtype (keep_dtype=)", cause, "give both")])
     options: dict[str, Any] = {}
     if max_shard_size is not None:
         options["max_shard_size"] = size_of(max_shard_size)

@@ -262,7 +262,7 @@ class Writer:
             raise Refused([Finding("narrowing", f"{pair.target.key} {box}", cause, fix)])
         if narrows and not rounds and (lost := _overflown(array, found, kind, dtype)):
             cause = f"{lost:,} values of {kind} would be infinite as {dtype}"
-            fix = "--dtype bfloat16 or float32, or --keep-dtype with this name"
+            fix = "ask for bfloat16 or float32 by --dtype (dtype=), or name it in --keep-dtype (keep_dtype=)"
             raise Refused([Finding("narrowing", f"{pair.target.key} {box}", cause, fix)])
         return found
 

@@ -47,7 +47,11 @@ def damaged(taken: Iterable[Taken], buffers: Mapping[str, FileBuffer]) -> tuple[
         own = buffers[names[place]]
         crc = _crc_of(own, parts)
         if crc is not None and crc != own.crc:
-            findings.append(unlike(own, crc, "copy the file again; --no-verify takes it as it is"))
+            findings.append(
+                unlike(
+                    own, crc, "copy the file again; --no-verify (verify=False) takes it as it is"
+                )
+            )
     return tuple(findings)
 
 

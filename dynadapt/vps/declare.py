@@ -357,7 +357,8 @@ class _Declared:
         """Whether a family can lie in a flat buffer; a finding where not."""
         if cutting.blocks:
             cause = "a tensor of several blocks has no flat form here"
-            self._find(family, cause, "list its parts as tensors of their own (--experts listed)")
+            fix = "list them as tensors of their own: --experts listed (experts= of model_shapes.read_model)"
+            self._find(family, cause, fix)
         elif not alone and not cutting.even:
             self._find(family, "tensor parallelism cuts it unevenly: its flat offsets would differ")
         elif not alone and any(isinstance(p, Pin) and p.also for p in cutting.placements):

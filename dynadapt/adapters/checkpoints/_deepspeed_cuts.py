@@ -35,7 +35,9 @@ _FUSED = re.compile(
 _TAME = re.compile(r"^\^?(?:\\[^0-9A-Za-z]|\\d\+?|\.[*+]?|[\w/-]|\[[\w^-]+\][*+]?)*\$?$")
 """Patterns that take no time to look for: a checkpoint is not trusted to have no others."""
 
-_FIX = "give --model CONFIG (model= in Python) or --like with a checkpoint of the model, for whole shapes"
+_FIX = (
+    "for whole shapes give --model CONFIG (model=), or by --like (like=) a checkpoint of the model"
+)
 
 
 def cuts_of(

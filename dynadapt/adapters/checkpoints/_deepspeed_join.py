@@ -71,7 +71,10 @@ def _odd(own: Described, cuts: Mapping[str, Cut]) -> Iterator[Finding]:
         if cut is not None and spec.kind in {"parameter", "state"} and spec.shape != cut.local:
             cause = f"its shape {list(spec.shape)} is not its parameter's {list(cut.local)}"
             yield Finding(
-                "unsupported-state", str(spec.key), cause, "convert without it: --exclude"
+                "unsupported-state",
+                str(spec.key),
+                cause,
+                "convert without it: --exclude (exclude=)",
             )
 
 

@@ -266,8 +266,9 @@ class Flats(Reading):
         if not groups:
             cause = "does not say its parameters' shapes"
             fix = (
-                "it was written by a DeepSpeed before 0.3.13: give the names and shapes of each group "
-                "(--order FILE), or of all (--model); or load it with that, save it with a newer one"
+                "it was written by a DeepSpeed before 0.3.13: give the names and shapes of each group, "
+                "--order FILE (order=), or of all, --model CONFIG (model=); or load it with that and "
+                "save it with a newer one"
             )
             raise Refused([Finding("bad-file", self.folder.model[0].path, cause, fix)])
         return self._zero3(groups) if self.stage == 3 else self._zero12(groups)

@@ -34,8 +34,8 @@ TIED = "tied_modules."
 Module = dict[str, tuple["TorchFile", "StoredTensor"]]
 
 _FIX = (
-    "give the model's names (--order FILE, or --like), as tied_modules.KEY... where stages share a layer, "
-    "in the optimizer's groups if not all is trained; or copy the whole checkpoint"
+    "give the model's names, --order FILE (order=) or --like (like=), as tied_modules.KEY... where stages "
+    "share a layer, in the optimizer's groups if not all is trained; or copy the whole checkpoint"
 )
 _TRIES = 20_000
 _MOST = 256

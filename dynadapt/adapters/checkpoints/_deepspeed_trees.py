@@ -128,7 +128,9 @@ def _unfit(keys: Sequence[KeySpec], groups: Sequence[Shapes]) -> Iterable[Findin
     for spec in keys:
         if spec.kind == "state" and spec.key.name in held and spec.shape != held[spec.key.name]:
             cause = f"its shape {list(spec.shape)} is not its parameter's: no flat can hold it"
-            yield Finding("unsupported-state", str(spec.key), cause, "leave it out with --exclude")
+            yield Finding(
+                "unsupported-state", str(spec.key), cause, "leave it out with --exclude (exclude=)"
+            )
     for name, shape in held.items():
         if not shape:
             yield Finding("unsupported-shape", name, "DeepSpeed cannot train a tensor without dims")
@@ -138,7 +140,7 @@ def _empty(params: Iterable[KeySpec]) -> Iterable[Finding]:
     for spec in params:
         if not spec.numel and spec.shape:
             cause = "has no elements: DeepSpeed's stage 3 fails in its first forward with such a parameter"
-            fix = "choose stage 2, or leave it out with --exclude"
+            fix = "choose stage 2, or leave it out with --exclude (exclude=)"
             yield Finding("unsupported-shape", spec.key.name, cause, fix)
 
 

@@ -18,8 +18,8 @@ ALIGNMENT = 16
 """Bytes to a multiple of which FSDP pads between parameters if it keeps the original ones."""
 
 _FIX = (
-    "give the model, by which names, order and shapes are known: --model CONFIG or a listing, in Python "
-    "model=; or gather the state in its job (FULL_STATE_DICT)"
+    "give the model, by which names, order and shapes are known: --model with a config "
+    "or a listing (model=); or gather the state in its job (FULL_STATE_DICT)"
 )
 
 

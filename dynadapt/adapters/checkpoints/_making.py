@@ -63,7 +63,7 @@ class Making:
         """Raises `Refused` (`path-traversal`): names of tensors and of carried files are the source's."""
         if leaves(path):
             cause = "a name of the source would put a file outside the checkpoint"
-            fix = "leave it out by --exclude, and do not trust that source"
+            fix = "leave it out by --exclude (exclude=), and do not trust that source"
             raise Refused([Finding("path-traversal", path, cause, fix)])
 
     def allocate(self) -> None:

@@ -179,7 +179,7 @@ def _lost(flat: Flat, at: int, fitting: Sequence[Weight]) -> Finding:
         names = ", ".join(f"{weight.name} {weight.box}" for weight in fitting[:3])
         cause = f"has from element {at:,} on values that several parameters have: {names}"
     fix = (
-        "give the model's order (--order FILE, in Python order=), or load it in Megatron and save it with "
+        "give the model's order, --order FILE (order=), or load it in Megatron and save it with "
         "--dist-ckpt-optim-fully-reshardable"
     )
     return Finding("ambiguous-order", flat.name, cause, fix)

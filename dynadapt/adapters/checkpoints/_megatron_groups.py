@@ -99,7 +99,7 @@ def groups_of(
         f"has {len(groups)} param groups without their members, and Megatron's own rule (no weight decay for "
         f"biases and what has one dim) does not tell whose {lost[0]} is"
     )
-    fix = "give the names of each group: --order FILE with groups, in Python groups="
+    fix = "give the names of each group: --order FILE with groups (groups=)"
     return names, [Finding("ambiguous-order", where, cause, fix)]
 
 

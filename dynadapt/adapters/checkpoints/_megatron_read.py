@@ -119,7 +119,7 @@ class Reading(Chunks):
                 f"its master, and {len(self.shifted) - 1} others, have nothing of the weights: Megatron-Core "
                 "0.16 gathers optimizers of several buckets (fully_reshardable) at wrong places"
             )
-            fix = "take one that was saved as dp_reshardable, or the weights alone (--weights-only)"
+            fix = "take one that was saved as dp_reshardable, or --weights-only (weights_only=True)"
             found = Finding("stale-copy", self.shifted[0], cause, fix)
             (self.doubts if self.said.weights_only else self.findings).append(found)
         self._optimizer(trees)

@@ -23,8 +23,8 @@ MOST = 1 << 18
 
 _FIX = (
     "say the names: put param_names, a list of names for each group, beside 'state' and 'param_groups' "
-    "of the optimizer's state dict and save it again, or give the model's order: --order FILE or "
-    "--model CONFIG, in Python order= or model="
+    "of the optimizer's state dict and save it again, or give the model's order: "
+    "--order FILE (order=) or --model CONFIG (model=)"
 )
 
 

@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 FIX = (
     "give the optimizer named parameters (torch.optim keeps their names), or save with ZeRO stage 1; "
-    "or give the names of each group (--order FILE with groups, in Python groups=)"
+    "or give the names of each group, --order FILE with groups (groups=)"
 )
 
 
