@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from dynadapt.cli._arrange import Conversion, takes_conversion
 from dynadapt.cli._interrupt import interruptible
+from dynadapt.cli._listing import print_facts, print_findings, print_lines
 from dynadapt.cli._options import JsonOption
 from dynadapt.cli._output import print_json
 from dynadapt.errors import DynadaptError
@@ -90,23 +90,17 @@ def _launched() -> tuple[int, int]:
 
 
 def _print(console: Console, report: ConversionReport) -> None:
-    from rich.table import Table
-
     from dynadapt.elastic.outcome import human
 
-    table = Table("", "", show_header=False, title=escape(f"{report.source} -> {report.target}"))
     phases = ", ".join(f"{name} {value:.2f}" for name, value in report.seconds.items())
     proof = "read back and equal" if report.verified else "not read back"
-    for name, text in (
-        ("format", report.format),
-        ("read, written", f"{human(report.bytes_read)}, {human(report.bytes_written)}"),
-        ("seconds", f"{sum(report.seconds.values()):.2f} ({phases})"),
-        ("fingerprint", f"{report.fingerprint}, {proof}"),
-    ):
-        table.add_row(name, escape(text))
-    for outcome in report.outcomes:
-        if outcome.kind != "exact":
-            table.add_row(outcome.kind, escape(f"{outcome.path}: {outcome.note}"))
-    for finding in report.warnings:
-        table.add_row("[yellow]warning[/yellow]", escape(str(finding)))
-    console.print(table)
+    facts = {
+        "format": report.format,
+        "read, written": f"{human(report.bytes_read)}, {human(report.bytes_written)}",
+        "seconds": f"{sum(report.seconds.values()):.2f} ({phases})",
+        "fingerprint": f"{report.fingerprint}, {proof}",
+    }
+    print_facts(console, f"{report.source} -> {report.target}", facts)
+    told = [each for each in report.outcomes if each.kind != "exact"]
+    print_lines(console, [f"{each.kind} {each.path}: {each.note}" for each in told])
+    print_findings(console, "warning", "yellow", report.warnings)

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Column, Table
 
 from dynadapt.cli._arrange import ModelOption, OrderOption, said_of
 from dynadapt.cli._diff_page import page_of
+from dynadapt.cli._listing import print_lines
 from dynadapt.cli._options import Globs, JsonOption, WeightsOption, WorkersOption
 from dynadapt.cli._output import print_json
 from dynadapt.errors import Refused
@@ -94,24 +93,20 @@ def _lines(d: Difference) -> list[str]:
             f"{d.count:,} of {d.numel:,} elements, at most {d.max_abs:.3g}, {d.max_ulp:,} ulp"
         )
         lines.append(f"first at {list(d.first)}: {d.values[0]:.9g} and {d.values[1]:.9g}")
-    return [*lines, *(part for part in (*d.places, d.hint) if part)]
+    lines += [f"{side}: {place}" for side, place in zip("AB", d.places, strict=True) if place]
+    return [*lines, d.hint] if d.hint else lines
 
 
 def _print(console: Console, found: Comparison) -> None:
     told = [d for d in found.tensors if d.verdict != "identical"]
-    if told:
-        table = Table(
-            Column("tensor", overflow="fold"),
-            "verdict",
-            Column("how far, and where", overflow="fold"),
-        )
-        for d in told[:MOST]:
-            table.add_row(escape(d.key), d.verdict, escape("\n".join(_lines(d))))
-        console.print(table)
-        if len(told) > MOST:
-            console.print(f"... and {len(told) - MOST} more")
-    for path, (x, y) in list(found.aux.items())[:MOST]:
-        console.print(escape(f"{path}: {x!r} and {y!r}"), highlight=False)
+    for d in told[:MOST]:
+        print_lines(console, [f"{' = '.join(d.keys)}: {d.verdict}", *(f"  {x}" for x in _lines(d))])
+    if len(told) > MOST:
+        console.print(f"... and {len(told) - MOST} more")
+    aux = list(found.aux.items())
+    print_lines(console, [f"{path}: {x!r} and {y!r}" for path, (x, y) in aux[:MOST]])
+    if len(aux) > MOST:
+        console.print(f"... and {len(aux) - MOST} more beside tensors")
     counts = {v: found.count(v) for v in ("identical", "rounding", "different")}
     counts["only in one"] = found.count("only-in-a") + found.count("only-in-b")
     console.print(", ".join(f"{n} {v}" for v, n in counts.items()), highlight=False)

@@ -84,6 +84,6 @@ def _row(d: Difference) -> str:
     cells = "".join(f'<td class="n">{escape(text)}</td>' for text in numbers)
     told = "<br>".join(escape(text) for text in where if text)
     return (
-        f'<td><code>{escape(d.key)}</code></td><td class="{d.verdict}">{d.verdict}</td>{cells}'
+        f'<td><code>{escape(" = ".join(d.keys))}</code></td><td class="{d.verdict}">{d.verdict}</td>{cells}'
         f"<td>{told}</td>"
     )

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Column, Table
 
 from dynadapt.cli._arrange import ModelOption, OrderOption, said_of
+from dynadapt.cli._listing import columns, names_of, print_facts, print_findings, print_lines
 from dynadapt.cli._options import JsonOption, WorkersOption
 from dynadapt.cli._output import print_json
 from dynadapt.errors import Finding, Refused
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from dynadapt.elastic.checkpoint import Checkpoint
 
 __all__ = ["fingerprint", "inspect", "verify"]
@@ -94,12 +95,9 @@ def verify(
         print_json({"path": str(path), **facts})
     else:
         console = Console()
-        for finding in findings:
-            console.print("[red]problem[/red]", escape(str(finding)))
-        for finding in warnings:
-            console.print("[yellow]warning[/yellow]", escape(str(finding)))
-        for name, value in told.items():
-            console.print(f"{name}: {value}", markup=False, highlight=False)
+        print_findings(console, "problem", "red", findings)
+        print_findings(console, "warning", "yellow", warnings)
+        print_lines(console, [f"{name}: {value}" for name, value in told.items()])
         console.print("[green]whole[/green]" if not findings else "[red]not whole[/red]")
     if findings:
         sys.exit(1)
@@ -109,9 +107,7 @@ def _print(
     console: Console, found: Checkpoint, facts: dict[str, Any], summary: bool, shards: bool
 ) -> None:
     from dynadapt.elastic.outcome import human
-    from dynadapt.vps.keys import itemsize
 
-    table = Table("", "", show_header=False, title=escape(facts["path"]))
     framework = facts["framework"] and " ({framework}{stage})".format(
         framework=facts["framework"],
         stage="" if facts["zero_stage"] is None else f" stage {facts['zero_stage']}",
@@ -133,27 +129,42 @@ def _print(
         or "none",
         "beside tensors": ", ".join(facts["aux"]) or "nothing",
     }
-    for name, text in rows.items():
-        table.add_row(name, escape(text))
-    console.print(table)
+    print_facts(console, facts["path"], rows)
     if shards:
-        files = Table(
-            Column("file", overflow="fold"), "keys", "rows", "bytes", title="who holds what"
-        )
-        for endpoint in found.layout.endpoints:
-            own = found.layout.rows(endpoint)
-            size = sum(row.box.volume * itemsize(found.buffers[row.buffer].dtype) for row in own)
-            name = found.files.get(endpoint, str(endpoint))
-            files.add_row(escape(name), str(len({r.key for r in own})), str(len(own)), human(size))
-        console.print(files)
+        print_lines(console, ["", "who holds what", *_shards(found)])
     if not summary:
-        tensors = Table(Column("key", overflow="fold"), "shape", "dtype", "kind", "rows")
-        for spec in facts["tensors"]:
-            kind = spec["kind"] + (", derived" if spec["derived"] else "")
-            kind += ", frozen" if spec["kind"] == "parameter" and not spec["trainable"] else ""
-            kind += f", tied to {', '.join(spec['aliases'])}" if spec["aliases"] else ""
-            shape = "x".join(map(str, spec["shape"])) or "scalar"
-            tensors.add_row(escape(spec["key"]), shape, spec["dtype"], kind, str(spec["rows"]))
-        console.print(tensors)
-    for problem in found.problems():
-        console.print("[red]problem[/red]", escape(str(problem)))
+        print_lines(console, ["", *_tensors(facts["tensors"])])
+    print_findings(console, "problem", "red", found.problems())
+
+
+def _shards(found: Checkpoint) -> list[str]:
+    """A line for each file, whose name is its last column."""
+    from dynadapt.elastic.outcome import human
+    from dynadapt.vps.keys import itemsize
+
+    rows = []
+    for endpoint in found.layout.endpoints:
+        own = found.layout.rows(endpoint)
+        size = sum(row.box.volume * itemsize(found.buffers[row.buffer].dtype) for row in own)
+        keys = len({row.key for row in own})
+        name = found.files.get(endpoint, str(endpoint))
+        rows.append((str(keys), str(len(own)), human(size), name))
+    return columns([("keys", "rows", "bytes", "file"), *sorted(rows, key=lambda row: row[-1])])
+
+
+def _tensors(specs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of each tensor, all of a tied one, and below them a line for each slot."""
+    rows = []
+    for spec in specs:
+        names, slot = names_of(spec["key"], spec["aliases"])
+        kind = spec["kind"] + (", derived" if spec["derived"] else "")
+        kind += ", frozen" if spec["kind"] == "parameter" and not spec["trainable"] else ""
+        shape = "x".join(map(str, spec["shape"])) or "scalar"
+        many = f"{spec['rows']} row{'s' * (spec['rows'] != 1)}"
+        rows.append((names, (slot, shape, spec["dtype"], many, kind)))
+    lines: list[str] = []
+    last = ""
+    for (names, _), line in zip(rows, columns([row for _, row in rows]), strict=True):
+        lines += [f"  {line}"] if names == last else [names, f"  {line}"]
+        last = names
+    return lines

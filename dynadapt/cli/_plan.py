@@ -13,6 +13,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from dynadapt.cli._arrange import Conversion, takes_conversion
+from dynadapt.cli._listing import print_facts
 from dynadapt.cli._options import JsonOption
 from dynadapt.cli._output import print_json
 from dynadapt.elastic.sizes import size_of
@@ -138,19 +139,16 @@ def _of_checkpoint(source: Path, wanted: Conversion, as_json: bool) -> None:
         print_json(found.to_json())
         return
     what = f"{found.format}/{found.layout}" if found.layout else found.format
-    table = Table("", "", show_header=False, title=escape(f"{source} -> {what}"))
-    for name, text in (
-        ("read", human(found.bytes_read)),
-        ("of the source's state", human(found.bytes_state)),
-        ("written", f"{human(found.bytes_written)}, copies and padding included"),
-        ("files", f"{found.files}, of {human(found.largest_file)} at most"),
-        ("peak memory", f"{human(found.peak_bytes)} beside the interpreter's"),
-        ("seconds", f"about {found.seconds:.1f}, if the disk takes 1 GB/s"),
-        ("left out", ", ".join(found.dropped[:5]) + (", ..." if found.dropped[5:] else "")),
-    ):
-        if text:
-            table.add_row(name, escape(text))
-    Console().print(table)
+    facts = {
+        "read": human(found.bytes_read),
+        "of the source's state": human(found.bytes_state),
+        "written": f"{human(found.bytes_written)}, copies and padding included",
+        "files": f"{found.files}, of {human(found.largest_file)} at most",
+        "peak memory": f"{human(found.peak_bytes)} beside the interpreter's",
+        "seconds": f"about {found.seconds:.1f}, if the disk takes 1 GB/s",
+        "left out": ", ".join(found.dropped[:5]) + (", ..." if found.dropped[5:] else ""),
+    }
+    print_facts(Console(), f"{source} -> {what}", facts)
 
 
 def _states(optimizer: str) -> tuple[State, ...]:
@@ -229,8 +227,6 @@ def _print(console: Console, facts: dict[str, Any], warning: str) -> None:
     sampled = planned < facts["world"]
     of = f"{planned}: a sample, of which the figures below are" if sampled else "all"
     least = "" if sampled else ", the least possible"
-    title = escape(f"{facts['from']} -> {facts['to']}")
-    table = Table("", "", show_header=False, title=title)
     model = f"{facts['parameters'] / 1e9:.2f} B parameters in {facts['tensors']} tensors"
     rows = {
         "model": f"{model}, {human(facts['state_bytes'])} of state",
@@ -246,9 +242,7 @@ def _print(console: Console, facts: dict[str, Any], warning: str) -> None:
         f"seconds on {facts['links']}": f"{facts['seconds']:.3f}; lower bound "
         f"{facts['lower_bound']:.3f}, {facts['ratio']:.2f}x",
     }
-    for name, text in rows.items():
-        table.add_row(name, text)
-    console.print(table)
+    print_facts(console, f"{facts['from']} -> {facts['to']}", rows)
     families = Table(title=f"what rank {busiest['seat']} moves")
     for head in ("tensors", "shape", "in", "out", "stays", "boxes"):
         left = head in {"tensors", "shape"}

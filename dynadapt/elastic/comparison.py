@@ -55,6 +55,7 @@ class Difference:
     that all differences are inside the tolerance that was asked for.
     `first` is the first coordinate, in row-major order, whose values differ; `places` say which file
     holds it on each side, `values` what is there. `ulp` is in steps of the coarser of both dtypes.
+    `aliases` are the other names of a tied tensor.
     """
 
     key: str
@@ -71,12 +72,21 @@ class Difference:
     places: tuple[str, str] = ("", "")
     within: bool = False
     hint: str = ""
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The key under every name that a tied tensor has."""
+        slot = self.key.rpartition("/")[2]
+        return self.key, *(f"{name}/{slot}" for name in self.aliases)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; what says nothing is left out."""
         found: dict[str, Any] = {"key": self.key, "verdict": self.verdict}
         if self.verdict == "identical":
             return found
+        if self.aliases:
+            found["aliases"] = list(self.aliases)
         found |= {"dtypes": list(self.dtypes), "shapes": [list(s) for s in self.shapes]}
         if self.first is not None:
             found |= {
@@ -226,7 +236,12 @@ def _pairs(one: Chosen, two: Chosen) -> tuple[list[tuple[KeySpec, KeySpec]], lis
 
 def _alone(spec: KeySpec, verdict: Verdict) -> Difference:
     return Difference(
-        str(spec.key), verdict, (spec.dtype, spec.dtype), (spec.shape, spec.shape), numel=spec.numel
+        str(spec.key),
+        verdict,
+        (spec.dtype, spec.dtype),
+        (spec.shape, spec.shape),
+        numel=spec.numel,
+        aliases=spec.aliases,
     )
 
 
@@ -255,7 +270,12 @@ class _Run:
 
     def tensor(self, a: KeySpec, b: KeySpec) -> Difference:
         """The verdict on one key."""
-        known = {"dtypes": (a.dtype, b.dtype), "shapes": (a.shape, b.shape), "numel": a.numel}
+        known = {
+            "dtypes": (a.dtype, b.dtype),
+            "shapes": (a.shape, b.shape),
+            "numel": a.numel,
+            "aliases": tuple(sorted({*a.aliases, b.key.name, *b.aliases} - {a.key.name})),
+        }
         if a.shape != b.shape:
             return Difference(str(a.key), "different", **known)  # type: ignore[arg-type]
         tally = _Tally()

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def _run(*words: str | Path, code: int = 0) -> str:
+def _run(*words: str | Path, code: int = 0, **env: str) -> str:
     """One command, in this process: what it prints, when it ends as it should."""
     out = io.StringIO()
     with (
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(out),
-        mock.patch.dict(os.environ, {"COLUMNS": "160", "NO_COLOR": "1"}),
+        mock.patch.dict(os.environ, {"COLUMNS": "160", "NO_COLOR": "1", **env}),
         mock.patch.object(sys, "argv", ["dynadapt", *map(str, words)]),
         pytest.raises(SystemExit) as ended,
     ):
@@ -72,7 +72,7 @@ def test_inspect(saved: Path) -> None:
     assert (facts["steps"], facts["counters"]["global_steps"]) == ([2], 2)
     assert [g["weight_decay"] for g in facts["groups"]] == [0.1, 0.0]
     shown = _run("inspect", saved, "--shards", "--filter", "embed*")
-    assert "tied to head.weight" in shown
+    assert "embed.weight = head.weight\n" in shown
     assert "down.weight" not in shown
     assert "zero_pp_rank_1_mp_rank_00_model_states.pt" in shown
 
@@ -259,3 +259,30 @@ def test_a_page_of_differences(saved: Path, tmp_path: Path) -> None:
     assert "<b>&w" not in text
     assert "2 of 2" in text
     _run("diff", saved, saved, "--html", tmp_path / "no" / "page.html", code=2)
+
+
+@pytest.mark.parametrize("columns", ["40", "80"])
+def test_names_and_paths_are_whole_at_any_width(saved: Path, tmp_path: Path, columns: str) -> None:
+    """They are for copying, and to search for: each is in one line, all of it."""
+    prefix = "base_model.model.model.layers.10.self_attn.q_proj."
+    target = (
+        tmp_path / "a_folder_of_somebody's_with_a_name_that_takes_more_than_a_line_of_a_terminal"
+    )
+    width = {"COLUMNS": columns}
+    words = ["convert", saved, target, "--to", "zero2:dp=2", "--add-prefix", prefix]
+    assert f"{saved} -> {target}\n" in _run(*words, **width)
+    shown = _run("inspect", target, "--shards", **width)
+    assert f"{target}\n" in shown
+    assert f"\n{prefix}embed.weight = {prefix}head.weight\n" in shown
+    assert shown.count(f"\n{prefix}up.weight\n  compute ") == 1
+    assert "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt\n" in shown
+    told = _run("diff", saved, target, code=1, **width)
+    assert "embed.weight/param = head.weight/param: only-in-a\n" in told
+    low = tmp_path / "low"
+    _run("convert", target, low, "--to", "safetensors", "--dtype", "bf16", **width)
+    told = _run("diff", target, low, code=1, **width)
+    assert f"\n{prefix}up.weight/param: rounding\n  float32, bfloat16\n" in told
+    assert "\n  A: bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt at byte " in told
+    assert "\n  B: model.safetensors at byte " in told
+    (target / "dynadapt" / "mp_rank_00_model_states.pt").unlink()
+    assert f"{target}/dynadapt: " in _run("inspect", target, code=2, **width)
