@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.elastic import checks, drift, memory
+from dynadapt.elastic.companions import said_by
 from dynadapt.elastic.contract import over_limit, parking, promised
 from dynadapt.elastic.conversion_layout import copies
 from dynadapt.elastic.cutting import cut_chunks
@@ -124,6 +125,9 @@ def _prepare(run: Run) -> None:
                 run.saving.aux = run.wanted.aux
                 every = run.control.gather_values("called", _names_in(run.x_source))
                 run.saving.called = tuple(name for own in every.values() for name in own)
+                if run.settings.source_map is None:  # else names are others than the model's
+                    told = run.control.gather_values("beside", said_by(run.x_source))
+                    run.saving.beside = next((own for own in told.values() if own), {})
             run.own_target = run.target_adapter.prepare(run.x_target, run.wanted.keys)
         if deferred is not None:
             run.deferred = deferred.settle(run.own_target.buffers)

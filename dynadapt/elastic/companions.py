@@ -1,4 +1,7 @@
-"""The small files of a Hugging Face folder, which go with its weights: configs, tokenizer, code."""
+"""The small files of a Hugging Face folder, which go with its weights: configs, tokenizer, code.
+
+They come from the folder that is converted, or, of a live model, from the model, which has its configs alone.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,18 @@ import os
 import shutil
 from collections import Counter
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dynadapt.elastic.place import MANIFEST
-from dynadapt.protocols import Outcome
+from dynadapt.protocols import Outcome, TrainState, modules_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
     from dynadapt.vps.keys import KeySpec
 
-__all__ = ["bring_along"]
+__all__ = ["bring_along", "said_by", "write_said"]
 
 _ENDINGS = {
     *(".json", ".txt", ".model", ".jinja", ".md", ".yaml", ".yml", ".vocab"),
@@ -72,6 +75,53 @@ def bring_along(
     return [*told, *(Outcome(name, "dropped", note) for name in left)]
 
 
+def said_by(live: Any) -> dict[str, str]:
+    """The configs that a live Hugging Face model has, as `save_pretrained` writes them, by file.
+
+    None of any other model, of one in several parts, and of one with PEFT's layers, whose names
+    `from_pretrained` would not find.
+    """
+    parts = modules_of(TrainState.of(live).model) if live is not None else ()
+    model = _speaker(parts[0]) if len(parts) == 1 else None
+    if model is None or hasattr(model, "peft_config"):
+        return {}
+    config = json.loads(model.config.to_json_string())
+    config["architectures"] = [type(model).__name__.removeprefix("FSDP")]  # as FSDP2 calls it
+    found = {"config.json": json.dumps(config, indent=2, sort_keys=True) + "\n"}
+    if _writes(generation := vars(model).get("generation_config")):
+        found["generation_config.json"] = generation.to_json_string()
+    return found
+
+
+def _speaker(model: Any) -> Any:
+    """The module inside wrappers that has a config of its own; None where there is none."""
+    while model is not None:
+        model = (
+            getattr(model, "__dict__", {}).get("_modules", {}).get("_orig_mod", model)
+        )  # a compiled one's
+        if _writes(
+            getattr(model, "__dict__", {}).get("config")
+        ):  # and not what a wrapper passes on
+            return model
+        model = getattr(model, "module", None)
+    return None
+
+
+def _writes(config: Any) -> bool:
+    return callable(getattr(config, "to_json_string", None))
+
+
+def write_said(
+    said: Mapping[str, str], target: Path, keys: Iterable[KeySpec], dtype: str | None
+) -> list[Outcome]:
+    """Write what `said_by` found beside weights that transformers loads; see `bring_along` for the dtype."""
+    if not said or not _is_loaded(target):
+        return []
+    for name, text in said.items():
+        (target / name).write_text(text)
+    return _say_dtype(target, dtype, keys)
+
+
 def _small(source: Path) -> Iterator[Path]:
     inner = (source / name for name in _FOLDERS)
     for folder in (source, *(path for path in inner if path.is_dir())):
@@ -103,9 +153,13 @@ def _say_dtype(folder: Path, asked: str | None, keys: Iterable[KeySpec]) -> list
     return [] if asked else [Outcome(config.name, "derived", note)]
 
 
+def _is_loaded(folder: Path) -> bool:
+    return any(fnmatchcase(name, glob) for name in os.listdir(folder) for glob in _LOADED)
+
+
 def _of_weights(folder: Path, keys: Iterable[KeySpec]) -> str | None:
     """The floating dtype of most elements, where the folder is one that transformers loads."""
-    if not any(fnmatchcase(name, glob) for name in os.listdir(folder) for glob in _LOADED):
+    if not _is_loaded(folder):
         return None
     sizes: Counter[str] = Counter()
     for spec in keys:

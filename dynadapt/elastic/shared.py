@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.elastic.arrangement import arranged
+from dynadapt.elastic.companions import write_said
 from dynadapt.elastic.conversion_layout import called
 from dynadapt.elastic.place import Place, write_manifest
 from dynadapt.errors import Finding, Refused
@@ -35,6 +37,9 @@ class SharedFiles:
 
     aux: Mapping[str, AuxItem]
     """What the source says beside tensors; to be set before `prepare`, which needs its param groups."""
+
+    beside: Mapping[str, str] = MappingProxyType({})
+    """Small files that the job's model tells, by name; to be set likewise."""
 
     called: tuple[str, ...] = ()
     """What the job calls tied parameters; to be set likewise."""
@@ -102,7 +107,9 @@ class SharedFiles:
         if self._work is not None:
             for own in every.values():
                 self._work.crcs.update(own)
-            outcomes = self.format.finish(self._work, keys, scalars, self.aux)
+            outcomes = [*self.format.finish(self._work, keys, scalars, self.aux)]
+            folder, dtype = Path(self._work.path), self._work.options.get("dtype")
+            outcomes += write_said(self.beside, folder, self._made.specs, dtype)
             sealed = [[o.path, o.kind, o.note] for o in outcomes]
         told = self._control.gather_values("sealed", sealed)
         self._sealed = True

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import dynadapt
+from dynadapt.vps.tensor_map import TensorMap, rename
 from tests.live import _oracle, _walk, jobs
 from tests.live.kinds import KINDS, build
 
@@ -222,4 +223,41 @@ def saved_or_not(
     if how != "die":
         told["changed"] = jobs.differing(held, job.tensors())
         told |= steps_on(job)
+    return told
+
+
+def saved_for_transformers(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """A Hugging Face model, tied, in wrappers and of two dtypes, saved: its weights, and what was told."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    small = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 12}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True}
+
+    def model(dtype: torch.dtype = torch.float32) -> Any:
+        torch.manual_seed(3)
+        made = LlamaForCausalLM(LlamaConfig(**small, **heads)).to(dtype)
+        made.config.dtype = torch.bfloat16
+        made.generation_config.max_new_tokens = 17
+        return made
+
+    def wrapped(kind: str) -> Any:
+        if kind == "zero3":
+            return jobs.zero3(model())
+        if kind == "ddp":
+            return DistributedDataParallel(model(torch.bfloat16))
+        if kind == "compiled":
+            return torch.compile(model())
+        return fully_shard(model())
+
+    told: dict[str, Any] = {"weights": model().state_dict()}
+    for kind in ("zero3", "ddp", "compiled", "fsdp2"):
+        options: dict[str, Any] = {"dtype": "bfloat16"} if kind == "compiled" else {}
+        job = wrapped(kind)
+        report = dynadapt.save(job, f"{folder}/{kind}", "safetensors", timeout=60, **options)
+        told[kind] = {o.path: (o.kind, o.note) for o in report.outcomes}
+    named = TensorMap((rename(r"re:model\.(.*)", r"body.\1"),))
+    dynadapt.save(model(), f"{folder}/renamed", "safetensors", timeout=60, tensor_map=named)
+    dynadapt.save(model(), f"{folder}/universal", "universal", timeout=60)
     return told

@@ -121,6 +121,36 @@ def test_a_torch_distributed_checkpoint(tmp_path: Path) -> None:
     assert not _live.wrong(saved, answers[0][0], 0.0)
 
 
+def test_transformers_loads_what_its_models_are_saved_as(tmp_path: Path) -> None:
+    """`from_pretrained` of the folder: the config is there, and says what is written."""
+    from transformers import AutoModelForCausalLM
+
+    told = _ranks.pool(2).run(_live.saved_for_transformers, str(tmp_path), timeout=300)[0]
+    for kind, dtype in (
+        *(("zero3", "float32"), ("fsdp2", "float32")),
+        *(("ddp", "bfloat16"), ("compiled", "bfloat16")),
+    ):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / kind, dtype="auto")
+        assert type(loaded).__name__ == "LlamaForCausalLM"
+        assert loaded.config.architectures == ["LlamaForCausalLM"]
+        assert loaded.generation_config.max_new_tokens == 17
+        assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+        half = kind == "zero3"  # DeepSpeed makes masters of weights that it rounded before
+        wanted = {
+            name: (t.bfloat16() if half else t).to(getattr(torch, dtype))
+            for name, t in told["weights"].items()
+        }
+        assert not jobs.differing(wanted, dict(loaded.state_dict()))
+        assert dynadapt.open(tmp_path / kind).format == "safetensors"
+        says_else = (told[kind].get("config.json") or ("",))[0] == "derived"  # it said bfloat16
+        assert says_else == (dtype == "float32")
+    for kind in (
+        "renamed",
+        "universal",
+    ):  # names of no model, files that transformers does not load
+        assert not (tmp_path / kind / "config.json").exists()
+
+
 def test_a_torch_file(tmp_path: Path) -> None:
     """torch loads it, without pickles, into a plain module and its optimizer."""
     (then,) = _saved(4, ["zero3-fp32"], tmp_path, "torch")
