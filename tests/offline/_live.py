@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -261,3 +262,41 @@ def saved_for_transformers(rank: int, world: int, folder: str) -> dict[str, Any]
     dynadapt.save(model(), f"{folder}/renamed", "safetensors", timeout=60, tensor_map=named)
     dynadapt.save(model(), f"{folder}/universal", "universal", timeout=60)
     return told
+
+
+#: An engine whose loss scale is too large at first, so that its counts of steps are not one number.
+SKIPS = {
+    "fp16": {"enabled": True, "initial_scale_power": 18, "hysteresis": 1, "loss_scale_window": 3},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 3, "total_num_steps": 20},
+    },
+}
+
+
+def saved_again(
+    rank: int, world: int, kinds: Sequence[str], folder: str, to: str
+) -> list[dict[str, Any]]:
+    """DeepSpeed saves an engine, and one of another kind that has loaded that, converted: both files' counts.
+
+    And what both engines do then.
+    """
+    engines = [jobs.deepspeed_engine(kind, jobs.net(n), **SKIPS) for n, kind in enumerate(kinds)]
+    for number in range(5):
+        jobs.step(engines[0], number)
+    engines[0].save_checkpoint(f"{folder}/one", tag="t")
+    if rank == 0:
+        dynadapt.convert(f"{folder}/one", f"{folder}/between", to)
+    torch.distributed.barrier()
+    dynadapt.load(engines[1], f"{folder}/between", timeout=60)
+    engines[1].save_checkpoint(f"{folder}/two", tag="t")
+    answers = []
+    for name, engine in zip(("one", "two"), engines, strict=True):
+        (path, *_) = sorted(Path(folder, name, "t").glob("*mp_rank_00_model_states.pt"))
+        tree = torch.load(path, weights_only=False)
+        counts = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler")
+        told = {count: tree[count] for count in counts}
+        told["scaler"] = engine.optimizer.cur_scale
+        told["lr"] = [group["lr"] for group in engine.optimizer.param_groups]
+        answers.append({**told, "losses": [jobs.step(engine, number) for number in (5, 6)]})
+    return answers

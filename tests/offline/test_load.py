@@ -219,3 +219,13 @@ def test_another_model(bf16: Saved, tmp_path: Path) -> None:
     assert told[0]["reason"] == "missing-key"
     assert {f["where"].partition("/")[0] for f in told[0]["findings"]} == {"up.weight", "up.bias"}
     assert not told[0]["changed"]
+
+
+@pytest.mark.parametrize("to", ["universal", "deepspeed/zero1:dp=1"])
+def test_counts_go_on(tmp_path: Path, to: str) -> None:
+    """Of a job that skipped steps DeepSpeed saves, when it was loaded, what it saved before."""
+    kinds = ["zero2-fp16", "zero3-fp16"]
+    one, two = _ranks.pool(2).run(_live.saved_again, kinds, str(tmp_path), to, timeout=200)[0]
+    assert one == two
+    assert 0 < one["skipped_steps"] < one["global_steps"] == 5
+    assert one["lr_scheduler"]["last_batch_iteration"] == 4 - one["skipped_steps"]
