@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dynadapt.adapters._common import dtype_name, torch_dtype
 from dynadapt.adapters._hyper import NOT_HYPER, hyper_in_files
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import PER_GROUP, AuxItem, Outcome, TrainState
+from dynadapt.torch_dtypes import dtype_name, torch_dtype
 from dynadapt.vps.keys import canonical_name
 from dynadapt.vps.wire import encodable
 

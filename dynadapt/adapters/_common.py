@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dynadapt.errors import Finding, Refused
+from dynadapt.torch_dtypes import dtype_name
 from dynadapt.vps.keys import Key, canonical_name
 from dynadapt.vps.layout import Row
 
@@ -28,7 +29,6 @@ __all__ = [
     "NamedTensor",
     "TensorBuffer",
     "decided_names",
-    "dtype_name",
     "fresh_state",
     "is_local",
     "named_buffers",
@@ -36,30 +36,9 @@ __all__ = [
     "named_parameters",
     "optimizer_slots",
     "slot_shapes",
-    "torch_dtype",
     "unwrapped",
     "whole_only",
 ]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """A torch dtype's name without the prefix.
-
-    >>> dtype_name(torch.bfloat16)
-    'bfloat16'
-    """
-    return str(dtype).removeprefix("torch.")
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a name.
-
-    >>> torch_dtype("int64")
-    torch.int64
-    """
-    found = getattr(torch, name)
-    assert isinstance(found, torch.dtype)
-    return found
 
 
 class TensorBuffer:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from dynadapt.protocols import AuxItem, Described
 
-__all__ = ["aux_differences"]
+__all__ = ["aux_differences", "equal"]
 
 
 def aux_differences(
@@ -29,7 +29,7 @@ def aux_differences(
         for label in sorted({*here, *there}):
             x, y = here.get(label), there.get(label)
             first = {x, y} == {None, 0}  # of what has not been stepped yet
-            if not _equal(x, y) and not first and not (ignore_missing and None in (x, y)):
+            if not equal(x, y) and not first and not (ignore_missing and None in (x, y)):
                 found[f"{name}/{label}"] = (x, y)
     one, two = _flat_aux(a.aux, {}), _flat_aux(b.aux, called)
     scales = [item for own in (a.aux, b.aux) for item in own if item.path == "scaler"]
@@ -44,7 +44,7 @@ def aux_differences(
         # Not every class has such an entry, and not every file says the class.
         absent = path == "optimizer" or (path.startswith("param_groups/") and not (x or y))
         told = not derived and not (missing and (ignore_missing or absent))
-        if told and not _equal(x, y):
+        if told and not equal(x, y):
             found |= dict(_unlike_entries(path, x, y))
     return found
 
@@ -55,19 +55,22 @@ def _unlike_entries(path: str, x: Any, y: Any) -> Iterator[tuple[str, tuple[Any,
         yield path, (x, y)
         return
     for key in sorted({*x, *y}):
-        if not _equal(x.get(key), y.get(key)):
+        if not equal(x.get(key), y.get(key)):
             yield from _unlike_entries(f"{path}/{key}", x.get(key), y.get(key))
 
 
-def _equal(x: Any, y: Any) -> bool:
-    """Whether two values are the same; a NaN is like another."""
-    if isinstance(x, float) and isinstance(y, float):
-        return x == y or (x != x and y != y)
+def equal(x: Any, y: Any) -> bool:
+    """Whether two values are the same; a NaN, which some optimizers start with, is like another.
+
+    >>> nan = float("nan")
+    >>> equal({"lr": [nan, 1]}, {"lr": [nan, 1.0]}), equal(nan, 1.0)
+    (True, False)
+    """
     if isinstance(x, dict) and isinstance(y, dict):
-        return x.keys() == y.keys() and all(_equal(x[key], y[key]) for key in x)
+        return x.keys() == y.keys() and all(equal(x[key], y[key]) for key in x)
     if isinstance(x, list) and isinstance(y, list):
-        return len(x) == len(y) and all(map(_equal, x, y))
-    return bool(x == y)
+        return len(x) == len(y) and all(map(equal, x, y))
+    return bool(x == y or (x != x and y != y))
 
 
 def _flat_aux(items: tuple[AuxItem, ...], called: Mapping[str, str]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dynadapt.adapters._hyper import NOT_HYPER
+from dynadapt.elastic.aux_comparison import equal
 from dynadapt.errors import Finding
 from dynadapt.protocols import Outcome, of_models
 
@@ -104,13 +105,8 @@ def scalars_differ(source: Scalars, after: Scalars) -> list[Finding]:
         )
         for name, values in source.items()
         for label, value in values.items()
-        if label in after.get(name, {}) and not _equal(after[name][label], value)
+        if label in after.get(name, {}) and not equal(after[name][label], value)
     ]
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Whether two numbers are one; a NaN, which some optimizers start with, is any other NaN."""
-    return bool(a == b or (a != a and b != b))
 
 
 def groups_differ(

@@ -10,7 +10,7 @@ from dynadapt.elastic.place import read_manifest
 from dynadapt.errors import Finding
 from dynadapt.files import FileBuffer
 from dynadapt.transport.read_back import crc_of
-from dynadapt.transport.source_sums import unlike
+from dynadapt.transport.source_sums import unlike, where
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -90,4 +90,4 @@ def damaged_files(buffers: Iterable[FileBuffer]) -> list[Finding]:
     """Those that have not the check sums in their files, where there are such; raises `Refused`."""
     fix = "it is damaged: copy it again"
     summed = sorted({b for b in buffers if b.crc}, key=lambda b: (b.path, b.offset))
-    return [unlike(b, crc, fix) for b in summed if (crc := crc_of(b)) != b.crc]
+    return [unlike(where(b), crc, b.crc, fix) for b in summed if (crc := crc_of(b)) != b.crc]

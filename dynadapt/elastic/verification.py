@@ -17,6 +17,7 @@ from dynadapt.errors import Finding, Refused
 from dynadapt.files import check_sum, mapped
 from dynadapt.transport.casts import CASTABLE, cast
 from dynadapt.transport.certificate import fingerprint
+from dynadapt.transport.source_sums import unlike, where
 from dynadapt.transport.sources import PIECE, Sources, boxes_of
 from dynadapt.vps.box import Box
 from dynadapt.zips import BROKEN, extent_of, records_of, zips_in
@@ -106,11 +107,11 @@ def _damaged_parts(path: str, buffers: Iterable[FileBuffer]) -> list[Finding]:
     """Of a file of zips all of their records; of another what of it tensors lie in."""
     try:
         data = mapped(path)
-        places = {(b.offset, b.nbytes): (f"bytes from {b.offset:,} on", b.crc) for b in buffers}
+        places = {(b.offset, b.nbytes): (where(b), b.crc) for b in buffers}
         for start, each in zips_in(data):
             for record in records_of(each):
                 at, nbytes = extent_of(each, record)
-                places[start + at, nbytes] = record.name, record.crc
+                places[start + at, nbytes] = f"{path}: {record.name}", record.crc
     except Refused as error:
         return [*error.findings]
     except BROKEN as error:
@@ -121,8 +122,7 @@ def _damaged_parts(path: str, buffers: Iterable[FileBuffer]) -> list[Finding]:
             continue  # torch may be told to take none
         crc = check_sum(data[start : start + nbytes])
         if crc != written:
-            cause = f"its check sum is {crc:08x}, and {written:08x} is written beside it"
-            findings.append(Finding("certificate", f"{path}: {name}", cause, _COPY))
+            findings.append(unlike(name, crc, written, _COPY))
     return findings
 
 

@@ -1,4 +1,4 @@
-"""Dtype names to torch and back, and torch tensors as numpy arrays of plain words."""
+"""torch tensors as numpy arrays of plain words, and casts whose bits are certain."""
 
 from __future__ import annotations
 
@@ -10,21 +10,9 @@ import torch
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["as_words", "cast_into", "dtype_name", "torch_dtype"]
+__all__ = ["as_words", "cast_into"]
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """A torch dtype's name without the prefix."""
-    return str(dtype).removeprefix("torch.")
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a name."""
-    found = getattr(torch, name)
-    assert isinstance(found, torch.dtype)
-    return found
 
 
 def as_words(tensor: torch.Tensor) -> NDArray[Any]:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from dynadapt.errors import ChannelError, Finding, Refused
-from dynadapt.transport._torch import cast_into, dtype_name, torch_dtype
+from dynadapt.torch_dtypes import dtype_name, torch_dtype
+from dynadapt.transport._torch import cast_into
 from dynadapt.transport.schedule import ALIGN
 from dynadapt.vps.keys import itemsize
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dynadapt.transport._torch import as_words, cast_into, dtype_name, torch_dtype
+from dynadapt.torch_dtypes import dtype_name, torch_dtype
+from dynadapt.transport._torch import as_words, cast_into
 from dynadapt.transport.certificate import room_for, weighted_sum
 from dynadapt.transport.weights import MASK
 from dynadapt.vps.box import Box

@@ -14,7 +14,8 @@ import torch
 
 from dynadapt.errors import Refused
 from dynadapt.files import FileBuffer, unwritable, write_at
-from dynadapt.transport._torch import as_words, dtype_name, torch_dtype
+from dynadapt.torch_dtypes import dtype_name, torch_dtype
+from dynadapt.transport._torch import as_words
 from dynadapt.transport.executor import Moved, copy_checked
 from dynadapt.transport.filling import WRITE
 from dynadapt.transport.hashing import acts_for

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dynadapt.transport._torch import as_words, cast_into, torch_dtype
+from dynadapt.torch_dtypes import torch_dtype
+from dynadapt.transport._torch import as_words, cast_into
 from dynadapt.transport.hashing import Wanted, acts_for, hash_of
 from dynadapt.transport.weights import MASK
 from dynadapt.vps.box import Box

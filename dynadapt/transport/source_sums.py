@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from dynadapt.files import FileBuffer
 
-__all__ = ["Taken", "damaged", "unlike"]
+__all__ = ["Taken", "damaged", "unlike", "where"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +47,20 @@ def damaged(taken: Iterable[Taken], buffers: Mapping[str, FileBuffer]) -> tuple[
         own = buffers[names[place]]
         crc = _crc_of(own, parts)
         if crc is not None and crc != own.crc:
-            findings.append(
-                unlike(
-                    own, crc, "copy the file again; --no-verify (verify=False) takes it as it is"
-                )
-            )
+            fix = "copy the file again; --no-verify (verify=False) takes it as it is"
+            findings.append(unlike(where(own), crc, own.crc, fix))
     return tuple(findings)
 
 
-def unlike(buffer: FileBuffer, crc: int, fix: str) -> Finding:
-    """What to say of a buffer whose bytes have another check sum than its file says."""
-    where = f"{buffer.path}: {buffer.nbytes:,} bytes from {buffer.offset:,} on"
-    cause = f"their check sum is {crc:08x}, and {buffer.crc:08x} is written beside them"
-    return Finding("certificate", where, cause, fix)
+def unlike(place: str, crc: int, written: int, fix: str) -> Finding:
+    """What to say of bytes that have another check sum than their file says."""
+    cause = f"the check sum is {crc:08x}, and {written:08x} is written beside it"
+    return Finding("certificate", place, cause, fix)
+
+
+def where(buffer: FileBuffer) -> str:
+    """Its place, for people."""
+    return f"{buffer.path}: {buffer.nbytes:,} bytes from {buffer.offset:,} on"
 
 
 def _crc_of(buffer: FileBuffer, parts: Sequence[Taken]) -> int | None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from dynadapt.adapters._common import BufferTable, NamedTensor, dtype_name
 from dynadapt.errors import Finding
+from dynadapt.torch_dtypes import dtype_name
 from dynadapt.vps.box import Box, Span
 from dynadapt.vps.flat import FlatGroup
 from dynadapt.vps.keys import Key, KeySpec
@@ -17,6 +17,7 @@ from dynadapt.vps.keys import Key, KeySpec
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from dynadapt.adapters._common import BufferTable, NamedTensor
     from dynadapt.adapters.live._deepspeed_cut import Cut
 
 __all__ = [

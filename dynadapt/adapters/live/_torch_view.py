@@ -19,7 +19,6 @@ from dynadapt.adapters._aux import (
 from dynadapt.adapters._common import (
     BufferTable,
     NamedTensor,
-    dtype_name,
     is_local,
     named_buffers,
     named_parameters,
@@ -39,6 +38,7 @@ from dynadapt.adapters.live._torch_optimizer import (
 )
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import AuxItem, Described, TrainState
+from dynadapt.torch_dtypes import dtype_name
 from dynadapt.vps.keys import Key, KeySpec, canonical_name
 
 __all__ = ["View", "add_rows", "check_supported"]

@@ -31,7 +31,7 @@ from dynadapt.adapters._aux import (
     with_extra_states,
 )
 from dynadapt.adapters._beside import Beside
-from dynadapt.adapters._common import BufferTable, dtype_name, is_local
+from dynadapt.adapters._common import BufferTable, is_local
 from dynadapt.adapters._knobs import remembered
 from dynadapt.adapters.live import _deepspeed_engine as aside
 from dynadapt.adapters.live._deepspeed_globals import (
@@ -45,6 +45,7 @@ from dynadapt.adapters.live._deepspeed_support import view_of
 from dynadapt.adapters.live._deepspeed_undo import Before
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import AuxItem, Described, Outcome, TrainState, alone, watched
+from dynadapt.torch_dtypes import dtype_name
 from dynadapt.vps.box import Box
 from dynadapt.vps.keys import Key, KeySpec
 
