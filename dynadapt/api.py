@@ -320,7 +320,7 @@ def save(
 
     `order` and `groups` list parameter names where the order or the optimizer's groups are to be others.
     `dtype` is that of floats in safetensors, but for names that match `keep_dtype`; `max_shard_size` bounds
-    such a file, in bytes or as `"5GB"`. `force` replaces what is there. `tensor_map` gives other names and
+    such a file, in bytes or as `"5GB"`; a Hugging Face model's configs go with it. `force` replaces what is there. `tensor_map` gives other names and
     shapes. What the format has no place for is told in the report's outcomes. The other arguments are those
     of `migrate`.
 

@@ -149,7 +149,8 @@ def _shards(found: Checkpoint) -> list[str]:
         keys = len({row.key for row in own})
         name = found.files.get(endpoint, str(endpoint))
         rows.append((str(keys), str(len(own)), human(size), name))
-    return columns([("keys", "rows", "bytes", "file"), *sorted(rows, key=lambda row: row[-1])])
+    rows.sort(key=lambda row: row[-1])
+    return columns([("keys", "rows", "bytes", "file"), *rows], numbers=True)
 
 
 def _tensors(specs: Sequence[Mapping[str, Any]]) -> list[str]:

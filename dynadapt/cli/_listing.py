@@ -54,14 +54,14 @@ def names_of(key: str, aliases: Sequence[str]) -> tuple[str, str]:
     return " = ".join((name, *aliases)), slot
 
 
-def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines whose columns begin at one place each.
+def columns(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> list[str]:
+    """Rows as lines whose columns begin at one place each; of `numbers` all but the last end at one.
 
     >>> columns([("a", "1", "x"), ("bc", "10", "y")])
     ['a   1   x', 'bc  10  y']
+    >>> columns([("a", "1", "x"), ("bc", "10", "y")], numbers=True)
+    [' a   1  x', 'bc  10  y']
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    side = str.rjust if numbers else str.ljust
+    return ["  ".join((*map(side, row[:-1], widths), row[-1])) for row in rows]

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import Progress
-from rich.table import Table
 
 from dynadapt.cli._arrange import Conversion, takes_conversion
-from dynadapt.cli._listing import print_facts
+from dynadapt.cli._listing import columns, print_facts, print_lines
 from dynadapt.cli._options import JsonOption
 from dynadapt.cli._output import print_json
 from dynadapt.elastic.sizes import size_of
@@ -243,16 +241,14 @@ def _print(console: Console, facts: dict[str, Any], warning: str) -> None:
         f"{facts['lower_bound']:.3f}, {facts['ratio']:.2f}x",
     }
     print_facts(console, f"{facts['from']} -> {facts['to']}", rows)
-    families = Table(title=f"what rank {busiest['seat']} moves")
-    for head in ("tensors", "shape", "in", "out", "stays", "boxes"):
-        left = head in {"tensors", "shape"}
-        families.add_column(head, justify="left" if left else "right", overflow="fold")
+    families = [("shape", "in", "out", "stays", "boxes", "tensors")]
     for row in facts["families"]:
         sizes = (human(row[way]) for way in ("in", "out", "stays"))
-        text = "x".join(map(str, row["shape"])) or "scalar"
-        families.add_row(
-            escape(row["family"].replace("{}", "*")), text, *sizes, f"{row['boxes']:,}"
-        )
-    console.print(families)
+        shape = "x".join(map(str, row["shape"])) or "scalar"
+        name = row["family"].replace("{}", "*")
+        families.append((shape, *sizes, f"{row['boxes']:,}", name))
+    print_lines(
+        console, ["", f"what rank {busiest['seat']} moves", *columns(families, numbers=True)]
+    )
     if warning:
         console.print(f"[yellow]note[/yellow] {warning}")

@@ -74,7 +74,7 @@ class Checkpoint:
         return found
 
     def summary(self, glob: str = "*") -> dict[str, Any]:
-        """What it is and holds, as plain JSON values, with the tensors whose name matches `glob`."""
+        """What it is and holds, as plain JSON values, with the tensors of which a name matches `glob`."""
         layout, aux = self.layout, self.aux
         behaviour = aux["behaviour"].value if "behaviour" in aux else {}
         groups = aux["param_groups"].value if "param_groups" in aux else []
@@ -98,7 +98,11 @@ class Checkpoint:
             "groups": [{"parameters": len(group["names"]), **group["hyper"]} for group in groups],
             "aux": sorted(aux),
             "problems": [finding.to_json() for finding in self.problems()],
-            "tensors": [self._told(s) for s in layout.keys if fnmatchcase(s.key.name, glob)],
+            "tensors": [
+                self._told(s)
+                for s in layout.keys
+                if any(fnmatchcase(name, glob) for name in (s.key.name, *s.aliases))
+            ],
         }
 
     def _told(self, spec: KeySpec) -> dict[str, Any]:

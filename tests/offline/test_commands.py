@@ -74,6 +74,7 @@ def test_inspect(saved: Path) -> None:
     shown = _run("inspect", saved, "--shards", "--filter", "embed*")
     assert "embed.weight = head.weight\n" in shown
     assert "down.weight" not in shown
+    assert "embed.weight = head.weight\n" in _run("inspect", saved, "--filter", "head*")
     assert "zero_pp_rank_1_mp_rank_00_model_states.pt" in shown
 
 
