@@ -320,9 +320,9 @@ def save(
 
     `order` and `groups` list parameter names where the order or the optimizer's groups are to be others.
     `dtype` is that of floats in safetensors, but for names that match `keep_dtype`; `max_shard_size` bounds
-    such a file, in bytes or as `"5GB"`; a Hugging Face model's configs go with it. `force` replaces what is there. `tensor_map` gives other names and
-    shapes. What the format has no place for is told in the report's outcomes. The other arguments are those
-    of `migrate`.
+    such a file, in bytes or as `"5GB"`; a Hugging Face model's configs go with it. `force` replaces what is
+    there. `tensor_map` gives other names and shapes. What the format has no place for is told in the
+    report's outcomes. The other arguments are those of `migrate`.
 
     Raises `MigrationAborted`, the same on every rank, with the seat, the phase and all findings
     (`target-exists`, `disk-full`, `files-differ`...); then there is no such folder, or the old one.
