@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.elastic.budget import Budget
+from dynadapt.elastic.collection import collected_later
 from dynadapt.elastic.tensors import Tensors
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import FileSource
@@ -163,6 +164,7 @@ class Checkpoint:
         return fingerprint(self.layout.keys, sums)
 
 
+@collected_later()
 def open_checkpoint(path: str | Path | FileSource) -> Checkpoint:
     """Read what a checkpoint holds; no tensor's bytes are read.
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from dynadapt.elastic.budget import Budget, Effort
 from dynadapt.elastic.checkpoint import Checkpoint, open_checkpoint
+from dynadapt.elastic.collection import collected_later
 from dynadapt.elastic.companions import bring_along
 from dynadapt.elastic.conversion_layout import chosen_of, laid_out, left_out
 from dynadapt.elastic.conversion_report import ConversionReport
@@ -185,7 +186,8 @@ class _Job:
             self._whole(streamed)
         clock.lap("stream")
         work.crcs.update(streamed.crcs)
-        outcomes = writer.finish(work, layout.keys, own.scalars, aux)
+        with collected_later():
+            outcomes = writer.finish(work, layout.keys, own.scalars, aux)
         clock.lap("finish")
         outcomes += left_out(self.source.own, layout, matched)
         warnings = self.source.own.doubts

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from dynadapt.elastic.arrangement import arranged
 from dynadapt.elastic.checkpoint import layout_of
+from dynadapt.elastic.collection import collected_later
 from dynadapt.errors import Finding, Refused
 from dynadapt.protocols import Outcome
 from dynadapt.registry import adapter_for
@@ -49,7 +50,8 @@ def chosen_of(
     now = tied if selection is None else filter(None, map(selection.name, tied))
     target = called(target, now)
     own, target = arranged(own, target, source.path)
-    return own, target, layout_of(own)
+    same = own.files is source.own.files and own.specs == source.own.specs
+    return own, target, source.layout if same else layout_of(own)
 
 
 def called(target: FileTarget, names: Iterable[str]) -> FileTarget:
@@ -63,6 +65,7 @@ def _names_of_tied(own: Described) -> tuple[str, ...]:
     return (*own.called, *by_specs)
 
 
+@collected_later()
 def laid_out(
     own: Described, layout: RowLayout, work: FileTarget, narrow: Narrow
 ) -> tuple[Adapter, Described, RowLayout, Match]:

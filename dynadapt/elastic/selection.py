@@ -56,6 +56,8 @@ class Selection:
         Raises `Refused`: `no-match`, `duplicate-name` for two tensors that would get one name, and
         `bad-argument` for one that would have none.
         """
+        if self == Selection() and not any(spec.aliases for spec in own.specs):
+            return own
         specs: list[KeySpec] = []
         renamed: dict[Key, Key] = {}
         now: dict[str, str] = {}

@@ -36,6 +36,9 @@ WRITTEN: Mapping[str, tuple[str, ...]] = {
 }
 """The kinds of layouts that each format of our own is written in; none: it is the same for any ranks."""
 
+_LOADERS = {f"universal/{kind}" for kind in ("zero1", "zero2", "zero3")}
+"""A universal checkpoint for the loaders of one stage: none has all that another asks for."""
+
 READ_ONLY = {"fsdp", "megatron"}
 
 
@@ -52,6 +55,11 @@ def target_of(path: str | Path, spec: str, options: Mapping[str, Any] | None = N
     text = spec.strip()
     if text in known:
         return FileTarget(str(path), text, None, options=dict(options or {}))
+    if text in _LOADERS:
+        loader = text.partition("/")[2]
+        return FileTarget(
+            str(path), "universal", None, options={**(options or {}), "loader": loader}
+        )
     head, colon, settings = text.partition(":")
     if not colon and "/" not in text and text not in KINDS:
         near = difflib.get_close_matches(text, (*known, *KINDS), 1)

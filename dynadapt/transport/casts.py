@@ -18,8 +18,10 @@ __all__ = ["CASTABLE", "cast", "same_bits", "same_values"]
 CASTABLE = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 
-_BLOCK = 1 << 16
+_BLOCK = 1 << 17
 """Elements rounded at a time: what is made of them stays in the cache."""
+
+_SIXTEEN, _ONE, _HALF = (np.array(x, "<u4") for x in (16, 1, 0x7FFF))
 
 
 def cast(array: NDArray[Any], source: str, target: str) -> NDArray[Any]:
@@ -53,13 +55,15 @@ def _to_bfloat16(array: NDArray[Any]) -> NDArray[np.uint16]:
     room = np.empty(min(words.size, _BLOCK), "<u4")
     for at in range(0, words.size, _BLOCK):
         own, part = words[at : at + _BLOCK], found[at : at + _BLOCK]
-        rounded = np.right_shift(own, np.uint32(16), out=room[: own.size])
-        rounded &= np.uint32(1)
-        rounded += np.uint32(0x7FFF)
-        rounded += own
-        rounded >>= np.uint32(16)
+        greatest = np.maximum.reduce(own.view("<f4"))  # first: it is the fastest to fill the cache
+        rounded = room[: own.size]
+        np.right_shift(own, _SIXTEEN, rounded)
+        np.bitwise_and(rounded, _ONE, rounded)
+        np.add(rounded, _HALF, rounded)
+        np.add(rounded, own, rounded)
+        np.right_shift(rounded, _SIXTEEN, rounded)
         np.copyto(part, rounded, casting="unsafe")  # faster than every other half of the words
-        if np.isnan(own.view("<f4").max()):  # rounding could carry a NaN into an infinity
+        if np.isnan(greatest):  # rounding could carry a NaN into an infinity
             odd = np.flatnonzero(np.isnan(own.view("<f4")))
             part[odd] = (own[odd] >> np.uint32(16)).astype("<u2") | np.uint16(0x40)  # quiet
     return found.reshape(array.shape)

@@ -7,7 +7,6 @@ more are slow on some systems.
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from threading import local
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +43,9 @@ WRITE = 1536 << 10
 
 EARLY = 32 << 20
 """Bytes of a buffer after which the disk is told to begin with them."""
+
+LATE = 1 << 20
+"""Bytes that the disk is not told of at a buffer's end, if they are fewer: it has enough to do by then."""
 
 MARK = 64 << 20
 """Bytes of a buffer after which it is told how far it is, for who might continue."""
@@ -102,7 +104,8 @@ class _Filling:
     def end(self) -> None:
         """All rows are whole."""
         self.zeros(self.buffer.nbytes)
-        self._early(self.done)
+        if self.done - self._begun >= LATE:
+            self._early(self.done)
         self._tell()
         self._heard.mark(self._name, self.progress())
 
@@ -171,7 +174,7 @@ class Writer:
                 total = self._row(filling, pair, row)
             filling.end_row(total & MASK)
         filling.end()
-        return replace(filling.progress(), taken=tuple(filling.taken))
+        return filling.progress()._replace(taken=tuple(filling.taken))
 
     def _row(self, filling: _Filling, pair: Pair, row: Row) -> int:
         """Write a row piece by piece; returns its sum."""

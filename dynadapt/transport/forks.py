@@ -8,19 +8,20 @@ be there.
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import os
 import signal
 import sys
 import time
 import warnings
-from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from multiprocessing import get_all_start_methods, get_context
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dynadapt.transport.progress import TELL
+from dynadapt.transport.progress import TELL, Stopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -106,8 +107,9 @@ class Forks:
     def __init__(self) -> None:
         self._context = _Context()
         self._hears, self._tells = self._context.Pipe(duplex=False)
-        self._turn = self._context.Lock()
+        self._turn, self._taking = self._context.Lock(), self._context.Lock()
         self._flag = mmap.mmap(-1, 1)  # shared by all forks
+        self._next = memoryview(mmap.mmap(-1, 8)).cast("Q")  # likewise
         self._untold: list[tuple[Any, ...]] = []
 
     def _hear(self) -> Iterator[Any]:
@@ -165,24 +167,23 @@ class Forks:
             finally:
                 self._send()
 
-        with self.begun(told, items, workers) as asked:
+        with self._made(told, items, workers) as asked:
             try:
                 self._tells.close()  # the forks have theirs: when all of them have gone, that is told
-                for each in asked:
-                    while not each.done():
-                        wait([each], _POLL)
-                        listen()
-                listen()
-                return [each.result() for each in asked]
+                left = set(asked)
+                while left:
+                    done, left = wait(left, _POLL, FIRST_EXCEPTION)
+                    listen()
+                    for each in done:
+                        each.result()
+                return _in_order(asked, len(items))
             except BaseException:
                 self._end(asked)
                 raise
 
-    def _end(self, asked: Sequence[Future[T]]) -> None:
+    def _end(self, asked: Sequence[Future[Any]]) -> None:
         """Tell all to stop, and hear them out: who tells what nobody hears waits in the pipe."""
         self._flag[0] = 1
-        for each in asked:
-            each.cancel()
         try:
             while not all(each.done() for each in asked):
                 for _ in self._hear():
@@ -195,17 +196,33 @@ class Forks:
     @contextmanager
     def begun(
         self, task: Callable[[Any], T], items: Sequence[Any], workers: int
-    ) -> Iterator[list[Future[T]]]:
-        """The same under way, of tasks that tell nothing. Those under way are awaited; may raise `ForkLost`.
+    ) -> Iterator[Callable[[], list[T]]]:
+        """The same under way, of tasks that tell nothing, and what to call for the answers.
 
-        All forks are made before it returns: what this process does then, they know nothing of.
+        Those under way are awaited; may raise `ForkLost`.
         """
-        begin = (task, os.getpid())
-        with ProcessPoolExecutor(workers, self._context, _begin, begin) as pool:
+        with self._made(task, items, workers) as asked:
+            yield lambda: _in_order(asked, len(items))
+
+    @contextmanager
+    def _made(
+        self, task: Callable[[Any], T], items: Sequence[Any], workers: int
+    ) -> Iterator[list[Future[list[tuple[int, T]]]]]:
+        """Forks at work, each of which takes the next item when it has done one.
+
+        All are made before it returns: what this process does then, they know nothing of.
+        """
+
+        def work() -> list[tuple[int, T]]:
+            return [(at, task(items[at])) for at in self._taken(len(items))]
+
+        count = max(min(workers, len(items)), 1)
+        begin = (work, os.getpid())
+        with ProcessPoolExecutor(count, self._context, _begin, begin) as pool:
             try:
                 try:
                     with _quiet():
-                        asked = [pool.submit(_do, item) for item in items]
+                        asked = [pool.submit(_do) for _ in range(count)]
                 except OSError as error:  # not all of them could be made
                     self._context.kill()
                     raise ForkLost from error
@@ -218,14 +235,33 @@ class Forks:
             finally:
                 pool.shutdown(cancel_futures=True)
 
+    def _taken(self, count: int) -> Iterator[int]:
+        """In a fork: numbers that no other one has, until there are no more, or all shall stop."""
+        while not self.is_set():
+            with self._taking:
+                at = self._next[0]
+                self._next[0] = at + 1
+            if at >= count:
+                return
+            yield at
 
-_task: Callable[[Any], Any]
+
+def _in_order(asked: Sequence[Future[list[tuple[int, T]]]], count: int) -> list[T]:
+    """All answers, by the number of what was asked; raises what a task raised, and `Stopped`."""
+    found = dict(answer for each in asked for answer in each.result())
+    if len(found) < count:
+        raise Stopped("not all was begun")
+    return [found[at] for at in range(count)]
 
 
-def _begin(task: Callable[[Any], Any], parent: int) -> None:
+_work: Callable[[], list[tuple[int, Any]]]
+
+
+def _begin(work: Callable[[], list[tuple[int, Any]]], parent: int) -> None:
     """In a fork: an interrupt is the parent's to answer, and without the parent there is no work."""
-    global _task
-    _task = task
+    global _work
+    _work = work
+    gc.freeze()  # a collection would walk all that is the parent's, and so copy its pages
     for each in _INTERRUPTS:
         signal.signal(each, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _INTERRUPTS)
@@ -234,5 +270,5 @@ def _begin(task: Callable[[Any], Any], parent: int) -> None:
         os._exit(1)
 
 
-def _do(item: Any) -> Any:
-    return _task(item)
+def _do() -> list[tuple[int, Any]]:
+    return _work()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from dynadapt.transport.source_sums import Taken
@@ -18,8 +17,7 @@ class Stopped(Exception):
     """Somebody wanted it to end before it was done."""
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(NamedTuple):  # of which forks tell many
     """How far a buffer is filled: its first `done` bytes, which are its first rows, in order.
 
     `sums` are those rows' in the target's dtype, `crc` the check sum of the bytes, `read` the source's.

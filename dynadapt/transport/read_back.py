@@ -21,7 +21,6 @@ from dynadapt.vps.keys import itemsize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from concurrent.futures import Future
 
     from dynadapt.files import FileBuffer
     from dynadapt.vps.box import Box
@@ -93,8 +92,8 @@ def found_again(
     at_work = (
         _begun(whole, lots, threads, stop) if forks is None else forks.begun(whole, lots, threads)
     )
-    with at_work as tasks:
-        yield lambda: _known(written, [same for task in tasks for same in task.result()])
+    with at_work as answers:
+        yield lambda: _known(written, [same for lot in answers() for same in lot])
 
 
 def _whole(stretch: Stretch, stop: Callable[[], bool]) -> bool:
@@ -107,10 +106,11 @@ def _whole(stretch: Stretch, stop: Callable[[], bool]) -> bool:
 @contextmanager
 def _begun(
     task: Callable[[range], list[bool]], lots: Sequence[range], threads: int, stop: Event
-) -> Iterator[list[Future[list[bool]]]]:
+) -> Iterator[Callable[[], list[list[bool]]]]:
     with ThreadPoolExecutor(threads) as pool:
         try:
-            yield [pool.submit(task, lot) for lot in lots]
+            tasks = [pool.submit(task, lot) for lot in lots]
+            yield lambda: [each.result() for each in tasks]
         except BaseException:
             stop.set()
             raise

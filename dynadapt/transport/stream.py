@@ -23,7 +23,7 @@ from dynadapt.transport.weights import MASK
 from dynadapt.vps.box import uncovered
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from threading import Event
 
     from dynadapt.files import FileBuffer
@@ -93,10 +93,7 @@ def stream(
             by_buffer[row.buffer].append(row)
     findings = [
         Finding("uncovered", f"{row.key} {gap}", "no file of the source holds it")
-        for rows in by_buffer.values()
-        for row in rows
-        if (pair := matched.by_target.get(row.key)) is not None and not pair.fill
-        for gap in uncovered((r.box for r in sources.rows(pair.source.key, row.box)), row.box)[:1]
+        for row, gap in _gaps(chain(*by_buffer.values()), matched, sources)
     ]
     if findings:
         raise Refused(findings)
@@ -127,6 +124,20 @@ def stream(
         others = rest()
         filled |= {n: others.get(n, Progress()) for n in by_buffer if n not in filled}  # empty ones
     return _total(filled, order, targets, watch.before)
+
+
+def _gaps(rows: Iterable[Row], matched: Match, sources: Sources) -> Iterator[tuple[Row, Box]]:
+    """Rows of the target of which the source lacks something, each with the first that it lacks."""
+    known: dict[tuple[Box, ...], tuple[Box, ...]] = {}  # many tensors lie alike
+    for row in rows:
+        pair = matched.by_target.get(row.key)
+        if pair is None or pair.fill:
+            continue
+        held = (row.box, *(r.box for r in sources.rows(pair.source.key, row.box)))
+        if held not in known:
+            known[held] = uncovered(held[1:], row.box)[:1]
+        for gap in known[held]:
+            yield row, gap
 
 
 def _filled(
@@ -169,7 +180,7 @@ def _copies(
 def _lots(
     names: Iterable[str], targets: Mapping[str, FileBuffer], copies: Mapping[str, Sequence[str]]
 ) -> list[list[str]]:
-    """Buffers as they are handed over: large ones first, small ones of a file together, files by turns.
+    """Buffers as they are handed over: large ones first, small ones together, files by turns.
 
     A file system lets one writer at a time into a file. `copies` come with what they are of.
     """
@@ -185,7 +196,15 @@ def _lots(
         own[-1] += (name, *copies.get(name, ()))
         room[path] -= max(targets[name].nbytes, 1)
     turns = zip_longest(*files.values(), fillvalue=[])
-    return [lot for turn in turns for lot in turn if lot]
+    lots: list[list[str]] = []
+    left = 0
+    for lot in (lot for turn in turns for lot in turn if lot):
+        if left <= 0:
+            lots.append([])
+            left = LOT
+        lots[-1] += lot
+        left -= sum(max(targets[name].nbytes, 1) for name in lot)
+    return lots
 
 
 def _total(

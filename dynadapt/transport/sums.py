@@ -82,8 +82,8 @@ def key_sums(
 
     lots = _lots(layout.keys)
     if fork:
-        with Forks().begun(summed, lots, threads) as asked:
-            found = [each.result() for each in asked]
+        with Forks().begun(summed, lots, threads) as answers:
+            found = answers()
     else:
         with ThreadPoolExecutor(threads) as pool:
             try:

@@ -56,14 +56,16 @@ def key_seed(name: str, slot: str) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
+@lru_cache(maxsize=64)
 def _table(seed: int, dim: int, digit: int, start: int, stop: int) -> NDArray[np.uint64]:
-    """Odd weights of the digit values `[start, stop)`."""
+    """Odd weights of the digit values `[start, stop)`; to be read only."""
     salt = (seed + (dim * 4 + digit + 1) * 0xD1342543DE82EF95) & MASK
     values = np.arange(start, stop, dtype=np.uint64)
     values *= np.uint64(0x9E3779B97F4A7C15)
     values += np.uint64(salt)
     values = _splitmix(values)
     values |= np.uint64(1)
+    values.flags.writeable = False
     return values
 
 
@@ -130,7 +132,7 @@ def _high(seed: int, dim: int, lo: int, hi: int) -> NDArray[np.uint64]:
 
 def word_weights(seed: int, count: int) -> NDArray[np.uint64]:
     """Odd multipliers of the `count` 32-bit words of one element; the first is 1."""
-    weights = _table(seed, 63, 3, 0, count)
+    weights: NDArray[np.uint64] = _table(seed, 63, 3, 0, count).copy()
     weights[0] = 1
     return weights
 

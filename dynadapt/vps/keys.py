@@ -170,14 +170,17 @@ def merge_specs(
     findings: list[Finding] = []
     for seat, specs in sorted(seats.items()):
         for raw in specs:
-            names = groups.get(raw.key.name, (raw.key.name,))
-            spec = replace(raw, key=Key(names[0], raw.key.slot), aliases=tuple(names[1:]))
+            spec = raw
+            if names := groups.get(raw.key.name):
+                spec = replace(raw, key=Key(names[0], raw.key.slot), aliases=names[1:])
             if spec.key not in merged:
                 merged[spec.key] = (seat, spec)
                 continue
             first_seat, known = merged[spec.key]
             if rank[spec.presence] < rank[known.presence]:
                 merged[spec.key] = (first_seat, known := replace(known, presence=spec.presence))
+            if spec == known:
+                continue
             # A stage's groups may have other numbers; who is in which is compared by names.
             same = replace(spec, presence=known.presence, order=known.order, group=known.group)
             if same != known:

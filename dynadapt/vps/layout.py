@@ -161,14 +161,13 @@ class RowLayout:
             raise Refused(findings)
 
         def canonical(row: Row) -> Row:
-            name = groups.get(row.key.name, (row.key.name,))[0]
+            name = groups[row.key.name][0] if row.key.name in groups else row.key.name
             if name == row.key.name:
                 return row
             return Row(Key(name, row.key.slot), row.box, row.buffer, row.offset, row.strides)
 
-        return cls(
-            keys, {e: [canonical(row) for row in rows] for e, (_, rows) in described.items()}
-        )
+        own = {e: [*map(canonical, r)] if groups else r for e, (_, r) in described.items()}
+        return cls(keys, own)
 
     @property
     def keys(self) -> tuple[KeySpec, ...]:
@@ -228,6 +227,9 @@ class RowLayout:
 
     def _search(self, at: int, box: Box) -> tuple[Holder, ...]:
         start, stop = int(self._starts[at]), int(self._starts[at + 1])
+        if stop - start == 1:
+            own = self._rows[start].box
+            return (Holder(int(self.endpoint[start]), own),) if own.intersect(box) else ()
         overlap = np.ones(stop - start, bool)
         for dim in range(box.ndim):
             overlap &= self.lo[start:stop, dim] < box.hi[dim]

@@ -120,18 +120,27 @@ class Reading(ABC):
         )
 
     def _spec(self, key: Key, shape: tuple[int, ...], dtype: str, group: int, **more: Any) -> None:
+        if key in self.specs:
+            return
         aliases = self.aliases.get(key.name, ())
         order = self.order.get(key.name, len(self.order))
         kind = "parameter" if key.slot in {"param", "compute"} else "state"
-        spec = KeySpec(key, shape, dtype, kind=kind, order=order, group=group, aliases=aliases)  # type: ignore[arg-type]
-        self.specs.setdefault(key, replace(spec, **more))
+        own: dict[str, Any] = {
+            "kind": kind,
+            "order": order,
+            "group": group,
+            "aliases": aliases,
+            **more,
+        }
+        self.specs[key] = KeySpec(key, shape, dtype, **own)
 
     def _groups_item(
         self, groups: Sequence[Shapes], number_of: Mapping[str, int], param_groups: Sequence[Any]
     ) -> list[AuxItem]:
         """The hyperparameters by name; and every spec gets its group."""
         for key, spec in self.specs.items():
-            self.specs[key] = replace(spec, group=number_of.get(key.name, 0))
+            if spec.group != (number := number_of.get(key.name, 0)):
+                self.specs[key] = replace(spec, group=number)
         states = {key.slot for key, spec in self.specs.items() if spec.kind == "state"}
         family = family_told(param_groups, states)
         items = [hyper_item(groups, param_groups)] if param_groups else []
@@ -366,6 +375,7 @@ class Flats(Reading):
         for flat, names in enumerate(groups):
             for name in (n for n, shape in names.items() if not all(shape)):
                 self._nothing(name, shapes[name], dtype, bases[0].get(flat))
+        known: dict[tuple[int, int], tuple[dict[str, StoredTensor], dict[str, int | float]]] = {}
         for piece in pieces:
             file = self.folder.optim[piece.rank]
             own = flats[piece.rank]
@@ -373,13 +383,12 @@ class Flats(Reading):
                 where = f"{piece.name} in {file.path}"
                 self.files.findings.append(Finding("geometry", where, "its flat is missing"))
                 continue
-            tensors = {"param": own[piece.flat]}
-            state = bases[piece.rank].get(piece.flat)
-            for slot, value in state.items() if isinstance(state, dict) else ():
-                if isinstance(value, StoredTensor) and len(value.shape) == 1:  # padding may be off
-                    tensors[str(slot)] = value
-                elif (found := number(value, file)) is not None:
-                    self.scalars.setdefault(piece.name, {})[str(slot)] = found
+            at = piece.rank, piece.flat
+            if at not in known:
+                known[at] = _of_flat(own[piece.flat], bases[piece.rank].get(piece.flat), file)
+            tensors, numbers = known[at]
+            if numbers:
+                self.scalars.setdefault(piece.name, {}).update(numbers)
             for slot, tensor in tensors.items():
                 key = Key(piece.name, slot)
                 self._spec(key, shapes[piece.name], tensor.dtype, 0)
@@ -394,3 +403,16 @@ class Flats(Reading):
                 self._spec(Key(name, str(slot)), shape, value.dtype, 0)
             elif (found := number(value, self.folder.optim[0])) is not None:
                 self.scalars.setdefault(name, {})[str(slot)] = found
+
+
+def _of_flat(
+    master: StoredTensor, state: Any, file: TorchFile
+) -> tuple[dict[str, StoredTensor], dict[str, int | float]]:
+    """The tensors of one flat by slot, and the numbers that hold for all of it."""
+    tensors, numbers = {"param": master}, {}
+    for slot, value in state.items() if isinstance(state, dict) else ():
+        if isinstance(value, StoredTensor) and len(value.shape) == 1:  # padding may be off
+            tensors[str(slot)] = value
+        elif (found := number(value, file)) is not None:
+            numbers[str(slot)] = found
+    return tensors, numbers

@@ -7,6 +7,7 @@ The trees are those that `DeepSpeedZeroOptimizer_Stage3.load_state_dict`,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from dynadapt.adapters._loss_scales import as_deepspeed, is_deepspeeds
@@ -85,11 +86,17 @@ class Model:
             first=first_names(x, params),
         )
 
-    def slots(self, name: str) -> list[str]:
+    def slots(self, name: str) -> Sequence[str]:
         """The states of a parameter."""
-        return [
-            k.slot for k, spec in self.by_key.items() if k.name == name and spec.kind == "state"
-        ]
+        return self._slots.get(name, ())
+
+    @cached_property
+    def _slots(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for key, spec in self.by_key.items():
+            if spec.kind == "state":
+                found.setdefault(key.name, []).append(key.slot)
+        return found
 
 
 def _place(spec: KeySpec) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ from dynadapt.files import FileBuffer, check_sum, unwritable, write_at
 from dynadapt.vps.keys import itemsize
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
 __all__ = ["Making", "allocate"]
@@ -120,10 +120,26 @@ class Making:
             return
         fd = _opened(self.root / path)
         try:
-            for at, data in parts:
+            for at, data in _joined(parts):
                 write_at(fd, data, at)
         finally:
             os.close(fd)
+
+
+def _joined(parts: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
+    """Parts that follow one another as one: there are many small ones, and each costs a call."""
+    start = stop = 0
+    own: list[bytes] = []
+    for at, data in parts:
+        if own and at != stop:
+            yield start, b"".join(own)
+            own = []
+        if not own:
+            start = at
+        own.append(data)
+        stop = at + len(data)
+    if own:
+        yield start, b"".join(own)
 
 
 def _opened(path: Path) -> int:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isal.isal_zlib import crc32
 
@@ -22,6 +23,9 @@ __all__ = ["Frame", "lay_out"]
 
 ALIGN = 64
 """Bytes that storages are aligned to, as torch does for its own maps."""
+
+SHORT = 1 << 10
+"""Bytes of what is kept for the next file of the same shape, at most."""
 
 _BIG = 0xFFFFFFFF
 
@@ -97,15 +101,13 @@ class Frame:
             crc = crcs[entry.name.decode().removeprefix(f"{self._name}/data/")]
             parts.append((entry.header, entry.local(crc)))
             directory += entry.central(crc)
-        at, count = self.size, len(self._entries)
         more = {f"data/{name}": value for name, value in (values or {}).items()}
         more |= {"data.pkl": pickled, "byteorder": b"little", "version": b"3\n"}
-        for name, content in more.items():
-            entry = _Entry.after(at, f"{self._name}/{name}", len(content))
-            crc = crc32(content)
-            parts.append((entry.header, entry.local(crc) + content))
-            directory += entry.central(crc)
-            at, count = entry.offset + len(content), count + 1
+        make = _small if sum(map(len, more.values())) <= SHORT else _small.__wrapped__
+        small = make(self.size, self._name, tuple(more.items()))
+        at, count = small.stop, len(self._entries) + len(more)
+        parts += small.parts
+        directory += small.directory
         end = at + len(directory)
         wide = (b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, len(directory), at)
         shown = min(count, 0xFFFF)
@@ -114,6 +116,26 @@ class Frame:
         tail += struct.pack("<4sIQI", b"PK\x06\x07", 0, end, 1)
         tail += struct.pack("<4sHHHHIIH", *last)
         return [*parts, (at, directory + tail)]
+
+
+class _Small(NamedTuple):
+    """Entries with their bytes, as (offset, bytes), theirs of the directory, and where they end."""
+
+    parts: tuple[tuple[int, bytes], ...]
+    directory: bytes
+    stop: int
+
+
+@lru_cache(maxsize=1 << 8)
+def _small(at: int, root: str, contents: tuple[tuple[str, bytes], ...]) -> _Small:
+    """Entries of some contents by name, from `at` on: the same in each of the files of one shape."""
+    parts, directory = [], b""
+    for name, content in contents:
+        entry, crc = _Entry.after(at, f"{root}/{name}", len(content)), crc32(content)
+        parts.append((entry.header, entry.local(crc) + content))
+        directory += entry.central(crc)
+        at = entry.offset + len(content)
+    return _Small(tuple(parts), directory, at)
 
 
 def lay_out(storages: Mapping[str, int], name: str = "archive") -> Frame:

@@ -7,6 +7,7 @@ for stage 3.
 
 from __future__ import annotations
 
+import os
 import struct
 from dataclasses import replace
 from itertools import chain
@@ -79,7 +80,7 @@ class UniversalDir(Format):
     def prepare(self, x: FileTarget, keys: tuple[KeySpec, ...]) -> Described:
         """Lay out all files; raises `Refused` with everything that cannot be so written."""
         model = trees.Model.of(x, keys)
-        tag = str(x.options.get("tag") or TAG)
+        tag, loaders = str(x.options.get("tag") or TAG), _loaders(x)
         laid = Laid()
         for name in (n for own in model.groups for n in own):
             master = model.by_key[Key(name, "param")]
@@ -88,15 +89,20 @@ class UniversalDir(Format):
                 # A state that was never made is zeros: the loaders ask for every parameter's.
                 spec = replace(known, dtype="float32", presence="present")
                 laid.whole(f"{tag}/zero/{name}/{_file(slot)}.pt", spec, "0")
-            key = Key(name, "compute")
-            copy = replace(master, key=key, dtype=model.dtype, derived=True)
-            laid.whole(f"{tag}/{MODEL}", copy, trees.weight(name))
-        for spec in (*model.buffers, *model.frozen):
-            laid.whole(f"{tag}/{MODEL}", spec, trees.weight(spec.key.name))
-        for spec in model.buffers:
-            laid.whole(f"{tag}/{MODEL3}", spec, trees.weight(spec.key.name))
-        for spec in model.frozen:
-            laid.whole(f"{tag}/{MODEL3}", spec, f"frozen.{spec.key.name}")
+            if MODEL in loaders:
+                key = Key(name, "compute")
+                copy = replace(master, key=key, dtype=model.dtype, derived=True)
+                laid.whole(f"{tag}/{MODEL}", copy, trees.weight(name))
+        for file in loaders:
+            for spec in model.buffers:
+                laid.whole(f"{tag}/{file}", spec, trees.weight(spec.key.name))
+            for spec in model.frozen:
+                name = spec.key.name
+                laid.whole(
+                    f"{tag}/{file}",
+                    spec,
+                    f"frozen.{name}" if file == MODEL3 else trees.weight(name),
+                )
         made = Making(Path(x.path), x.dry)
         rows = laid.into(made)
         x.made = (model, made, laid, tag)
@@ -169,13 +175,19 @@ class UniversalDir(Format):
         }
         made.seal_torch(f"{tag}/zero/optimizer_state.pt", tree, {}, values)
         info = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.4}}
-        for name, sharded in ((MODEL, False), (MODEL3, True)):
-            lifting = Lifting("user.")
+        for name in _loaders(x):
+            lifting, sharded = Lifting("user."), name == MODEL3
             tree = trees.model_tree(
                 *(model, aux, config, model.groups, 1, lifting), sharded=sharded
             )
             none = {f"empty.{n}": b"" for n in model.order} if sharded else {}
             made.seal_torch(f"{tag}/{name}", tree | info, x.crcs, none | lifting.values)
+
+
+def _loaders(x: FileTarget) -> tuple[str, ...]:
+    """The files of model states: those that the stages ask for which are to load it."""
+    by_kind = {"zero3": (MODEL3,), "zero2": (MODEL,), "zero1": (MODEL,)}
+    return by_kind.get(str(x.options.get("loader")), (MODEL, MODEL3))
 
 
 def _file(slot: str) -> str:
@@ -196,7 +208,10 @@ def _read(root: Path) -> Described:
     specs: dict[Key, KeySpec] = {}
     scalars: dict[str, dict[str, int | float]] = {}
     groups = _groups(parts)
-    zero = options_of(options_of(common, "ds_config"), "zero_optimization")
+    zero, zero_root = (
+        options_of(options_of(common, "ds_config"), "zero_optimization"),
+        root / "zero",
+    )
     if zero.get("round_robin_gradients") and type(ranks := common.get("dp_world_size")) is int:
         groups = [geometry.undealt(own, max(ranks, 1)) for own in groups]
     if len(parts) > 1:  # each lists what it has itself of a tensor
@@ -215,8 +230,8 @@ def _read(root: Path) -> Described:
             cause = "would lie outside the checkpoint"
             files.findings.append(Finding("path-traversal", name, cause, "do not trust it"))
             continue
-        folder = root / "zero" / name
-        found = sorted(p.name for p in folder.glob("*.pt")) if folder.is_dir() else []
+        folder = f"{zero_root}/{name}"
+        found = _files_of(folder)
         if "fp32.pt" not in found:
             cause = "has no fp32.pt: its folder is missing or not whole"
             files.findings.append(Finding("missing-file", f"zero/{name}", cause))
@@ -226,7 +241,7 @@ def _read(root: Path) -> Described:
             "aliases": aliases.get(name, ()),
         }
         for each in found:
-            file = read_torch(str(folder / each))
+            file = read_torch(f"{folder}/{each}")
             if file.root in _STATES and f"{file.root}.pt" != each:
                 cause = f"was written as {file.root}.pt: it is another state's"
                 fix = "give it its name back, or copy the whole checkpoint again"
@@ -293,6 +308,14 @@ def _read(root: Path) -> Described:
         nameless="folders",
         ordered=bool(module),
     )
+
+
+def _files_of(folder: str) -> list[str]:
+    """The states of a parameter, by its folder; none where that is missing."""
+    try:
+        return sorted(name for name in os.listdir(folder) if name.endswith(".pt"))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def _parts(root: Path) -> list[TorchFile]:
