@@ -40,7 +40,12 @@ ASIDE = FOLDER / "aside"
 BIN = Path(sys.executable).parent
 
 #: Target -> the most it may take of a copy, in process and as a command.
-TARGETS = {"universal": (1.3, 1.5), "zero3:dp=2": (1.2, 1.4), "dcp": (1.2, 1.4)}
+TARGETS = {
+    "universal": (1.3, 1.5),
+    "universal/zero3": (1.3, 1.5),  # what `ds_to_universal` writes: without a copy of the weights
+    "zero3:dp=2": (1.2, 1.4),
+    "dcp": (1.2, 1.4),
+}
 PEER_SPEEDUP = 8
 MEMORY_GB: dict[str, tuple[float, ...]] = {
     "small": (0.02, 0.1),

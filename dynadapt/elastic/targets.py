@@ -50,6 +50,8 @@ def target_of(path: str | Path, spec: str, options: Mapping[str, Any] | None = N
     >>> target = target_of("out", "zero3:dp=4")
     >>> target.format, str(target.layout)
     ('deepspeed', 'zero3:dp=4')
+    >>> target_of("out", "universal/zero3").options
+    {'loader': 'zero3'}
     """
     known = format_names()
     text = spec.strip()
@@ -80,7 +82,8 @@ def target_of(path: str | Path, spec: str, options: Mapping[str, Any] | None = N
         raise Refused([Finding("bad-spec", text, f"no format is called {named!r}", fix)])
     if WRITTEN.get(named) == ():
         cause = f"{named} is the same for any number of ranks, and has no layout"
-        raise Refused([Finding("bad-spec", text, cause, f"write {named}")])
+        forms = [each for each in (*sorted(_LOADERS), named) if each in head]
+        raise Refused([Finding("bad-spec", text, cause, f"write {forms[0]}")])
     if not any(each.partition("=")[0] in AXES for each in settings.split(",")):
         cause = "does not say for how many ranks: dp=N is missing"
         fix = f"write e.g. {head}:{','.join(['dp=4', *filter(None, [settings])])}"

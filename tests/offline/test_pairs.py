@@ -56,7 +56,7 @@ def test_from_each_form_to_every_other(saved: Path, tmp_path: Path, first: str) 
         assert offline.diff(saved, there).same, form
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, "universal/zero2", "universal/zero3"])
 def test_like_is_the_form_itself(saved: Path, tmp_path: Path, form: str) -> None:
     """What a reader says of a checkpoint asks for the same again."""
     offline.convert(saved, tmp_path / "a", form)

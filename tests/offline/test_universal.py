@@ -55,10 +55,16 @@ def _load(
 
 
 @pytest.mark.parametrize(
-    ("kind", "other"), [("zero1-bf16", 3), ("zero2-fp32", 2), ("zero3-bf16", 3)]
+    ("kind", "other", "to"),
+    [
+        ("zero1-bf16", 3, "universal"),
+        ("zero2-fp32", 2, "universal/zero2"),
+        ("zero3-bf16", 3, "universal"),
+        ("zero3-bf16", 3, "universal/zero3"),
+    ],
 )
 def test_deepspeed_goes_on_from_a_universal_checkpoint(
-    ranks2: Pool, tmp_path: Path, kind: str, other: int
+    ranks2: Pool, tmp_path: Path, kind: str, other: int, to: str
 ) -> None:
     """Written from a job of other ranks; all bits are those of a load of DeepSpeed's usual format.
 
@@ -67,10 +73,12 @@ def test_deepspeed_goes_on_from_a_universal_checkpoint(
     """
     a, b, again = (str(tmp_path / name) for name in ("a", "b", "again"))
     _ranks.pool(other).run(save_deepspeed, kind, a, 2, {}, timeout=200)
-    offline.convert(a, b, "universal")
-    (states,) = (tmp_path / "b").rglob("mp_rank_00_model_states.pt")
-    weight = torch.load(states, weights_only=False)["module"]["up.weight"]
-    assert weight.dtype == {"bf16": torch.bfloat16, "fp32": torch.float32}[kind[-4:]]
+    offline.convert(a, b, to)
+    assert offline.open(b).own.written == to
+    if to != "universal/zero3":
+        (states,) = (tmp_path / "b").rglob("mp_rank_00_model_states.pt")
+        weight = torch.load(states, weights_only=False)["module"]["up.weight"]
+        assert weight.dtype == {"bf16": torch.bfloat16, "fp32": torch.float32}[kind[-4:]]
     stage = kind.partition("-")[0]
     offline.convert(a, again, f"{stage}:dp=2")
     found = ranks2.run(_load, kind, b, 2, 0, True)

@@ -56,6 +56,8 @@ __all__ = ["UniversalDir"]
 MODEL = "mp_rank_00_model_states.pt"
 MODEL3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
+_BY_LOADER = {"zero3": (MODEL3,), "zero2": (MODEL,), "zero1": (MODEL,)}
+
 _STATES = frozenset({"fp32", "exp_avg", "exp_avg_sq", "momentum_buffer", "sum", "step"})
 """Names under which DeepSpeed's converter writes the states of a parameter."""
 
@@ -186,8 +188,13 @@ class UniversalDir(Format):
 
 def _loaders(x: FileTarget) -> tuple[str, ...]:
     """The files of model states: those that the stages ask for which are to load it."""
-    by_kind = {"zero3": (MODEL3,), "zero2": (MODEL,), "zero1": (MODEL,)}
-    return by_kind.get(str(x.options.get("loader")), (MODEL, MODEL3))
+    return _BY_LOADER.get(str(x.options.get("loader")), (MODEL, MODEL3))
+
+
+def _written(root: Path) -> str:
+    """The word that asks for the same again."""
+    have = [(root / name).is_file() for name in (MODEL, MODEL3)]
+    return "universal" if all(have) else f"universal/{'zero3' if have[1] else 'zero2'}"
 
 
 def _file(slot: str) -> str:
@@ -283,6 +290,13 @@ def _read(root: Path) -> Described:
                 key = Key(name, "compute")
                 specs[key] = replace(master, key=key, dtype=value.dtype, derived=True)
                 files.whole(key, model, value)
+    for name, value in options_of(common, "frozen_param_fragments").items():
+        key, whole = Key(name, "param"), frozen.get(name)
+        if whole is None or key in specs or not isinstance(value, StoredTensor):
+            continue
+        if prod(value.shape) == prod(whole):  # else one rank's part
+            specs[key] = KeySpec(key, whole, value.dtype, trainable=False, order=order.get(name, 0))
+            files.whole(key, model, replace(value, shape=whole, strides=row_major_strides(whole)))
     lost = [n for n in frozen if Key(n, "param") not in specs]
     files.findings += [
         Finding(
@@ -303,7 +317,7 @@ def _read(root: Path) -> Described:
     return Described(
         *(told, (), files.buffers, scalars, tuple(aux)),
         files=rows,
-        written="universal",
+        written=_written(root),
         made_by=made_by(common),
         nameless="folders",
         ordered=bool(module),
