@@ -79,17 +79,20 @@ def said_by(live: Any) -> dict[str, str]:
     """The configs that a live Hugging Face model has, as `save_pretrained` writes them, by file.
 
     None of any other model, of one in several parts, and of one with PEFT's layers, whose names
-    `from_pretrained` would not find.
+    `from_pretrained` would not find, nor where a config holds what JSON has not.
     """
     parts = modules_of(TrainState.of(live).model) if live is not None else ()
     model = _speaker(parts[0]) if len(parts) == 1 else None
     if model is None or hasattr(model, "peft_config"):
         return {}
-    config = json.loads(model.config.to_json_string())
-    config["architectures"] = [type(model).__name__.removeprefix("FSDP")]  # as FSDP2 calls it
-    found = {"config.json": json.dumps(config, indent=2, sort_keys=True) + "\n"}
-    if _writes(generation := vars(model).get("generation_config")):
-        found["generation_config.json"] = generation.to_json_string()
+    try:
+        config = json.loads(model.config.to_json_string())
+        config["architectures"] = [type(model).__name__.removeprefix("FSDP")]  # as FSDP2 calls it
+        found = {"config.json": json.dumps(config, indent=2, sort_keys=True) + "\n"}
+        if _writes(generation := vars(model).get("generation_config")):
+            found["generation_config.json"] = generation.to_json_string()
+    except (TypeError, ValueError):
+        return {}
     return found
 
 

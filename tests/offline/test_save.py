@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import dynadapt
+from dynadapt.elastic.companions import said_by
 from dynadapt.elastic.place import MANIFEST
 from tests import _ranks
 from tests.live import _walk, jobs
@@ -149,6 +150,24 @@ def test_transformers_loads_what_its_models_are_saved_as(tmp_path: Path) -> None
         "universal",
     ):  # names of no model, files that transformers does not load
         assert not (tmp_path / kind / "config.json").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # PEFT asks for it
+def test_models_whose_configs_say_nothing() -> None:
+    """PEFT's layers have other names; what JSON has not is no reason to save nothing."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    small = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 12}
+    model = LlamaForCausalLM(LlamaConfig(**small, num_attention_heads=2, num_key_value_heads=2))
+    assert set(said_by(dynadapt.TrainState(model))) == {"config.json", "generation_config.json"}
+    model.config.thing = object()
+    assert not said_by(model)
+    del model.config.thing
+    assert said_by(model)
+    assert not said_by(get_peft_model(model, LoraConfig(target_modules=["q_proj"])))
+    assert not said_by(jobs.net())
+    assert not said_by(None)
 
 
 def test_a_torch_file(tmp_path: Path) -> None:
