@@ -97,16 +97,33 @@ def _lines(d: Difference) -> list[str]:
     return [*lines, d.hint] if d.hint else lines
 
 
+def _beside(found: Comparison) -> list[str]:
+    """What differs beside tensors, a line each; what differs alike for many parameters in one."""
+    params = {key.rpartition("/")[0] for d in found.tensors for key in d.keys}
+    alike: dict[tuple[str, str], list[str]] = {}
+    for path, (x, y) in found.aux.items():
+        own = path.removeprefix("param_groups/")
+        name, _, label = own.rpartition("/")
+        what = path[: -len(own)] + label if name in params else path
+        alike.setdefault((what, f"{x!r} and {y!r}"), []).append(path)
+    return [
+        f"{paths[0]}: {values}"
+        if len(paths) == 1
+        else f"{what} of {len(paths)} parameters, {paths[0]} first: {values}"
+        for (what, values), paths in alike.items()
+    ]
+
+
 def _print(console: Console, found: Comparison) -> None:
     told = [d for d in found.tensors if d.verdict != "identical"]
     for d in told[:MOST]:
         print_lines(console, [f"{' = '.join(d.keys)}: {d.verdict}", *(f"  {x}" for x in _lines(d))])
     if len(told) > MOST:
         console.print(f"... and {len(told) - MOST} more")
-    aux = list(found.aux.items())
-    print_lines(console, [f"{path}: {x!r} and {y!r}" for path, (x, y) in aux[:MOST]])
-    if len(aux) > MOST:
-        console.print(f"... and {len(aux) - MOST} more beside tensors")
+    beside = _beside(found)
+    print_lines(console, beside[:MOST])
+    if len(beside) > MOST:
+        console.print(f"... and {len(beside) - MOST} more beside tensors")
     counts = {v: found.count(v) for v in ("identical", "rounding", "different")}
     counts["only in one"] = found.count("only-in-a") + found.count("only-in-b")
     console.print(", ".join(f"{n} {v}" for v, n in counts.items()), highlight=False)

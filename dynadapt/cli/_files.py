@@ -113,10 +113,11 @@ def _print(
         stage="" if facts["zero_stage"] is None else f" stage {facts['zero_stage']}",
     )
     steps = ", ".join(f"{step:g}" for step in facts["steps"]) or "none"
+    _, _, loaders = facts["written"].partition("/")
     rows = {
         "format": facts["format"] + framework,
         "made by": facts["made_by"] or "not said",
-        "layout": facts["layout"] or "whole tensors",
+        "layout": facts["layout"] or f"whole tensors{loaders and f', for {loaders} alone'}",
         "files": f"{facts['files']} with tensors",
         "parameters": f"{facts['parameters']:,}",
         "tensors": f"{facts['keys']:,}, {human(facts['bytes'])}",

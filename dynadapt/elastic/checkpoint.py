@@ -79,6 +79,7 @@ class Checkpoint:
         layout, aux = self.layout, self.aux
         behaviour = aux["behaviour"].value if "behaviour" in aux else {}
         groups = aux["param_groups"].value if "param_groups" in aux else []
+        _, _, kind = self.own.written.partition("/")
         dtypes: dict[str, set[str]] = {}
         for spec in layout.keys:
             dtypes.setdefault(spec.key.slot, set()).add(spec.dtype)
@@ -88,7 +89,8 @@ class Checkpoint:
             "framework": behaviour.get("framework", ""),
             "made_by": self.own.made_by,
             "zero_stage": behaviour.get("zero_stage"),
-            "layout": self.own.written.partition("/")[2],
+            "written": self.own.written,
+            "layout": kind if ":" in kind else "",  # else whose loaders it is for
             "files": len(layout.endpoints),
             "keys": len(layout.keys),
             "parameters": sum(s.numel for s in layout.keys if s.key.slot == "param"),

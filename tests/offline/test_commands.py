@@ -67,6 +67,7 @@ def test_one_fingerprint_for_all(saved: Path, tmp_path: Path) -> None:
 def test_inspect(saved: Path) -> None:
     facts = json.loads(_run("inspect", saved, "--json"))
     assert facts["made_by"] == f"DeepSpeed {version('deepspeed')}"
+    assert facts["written"] == f"deepspeed/{facts['layout']}"
     assert (facts["format"], facts["zero_stage"], facts["files"]) == ("deepspeed", 3, 4)
     assert facts["parameters"] == sum(p.numel() for p in set(jobs.net().parameters()))
     assert (facts["steps"], facts["counters"]["global_steps"]) == ([2], 2)
@@ -93,7 +94,9 @@ def test_diff(saved: Path, tmp_path: Path) -> None:
     _run("convert", saved, tmp_path / "two", "--to", "zero2:dp=3")
     assert "same" in _run("diff", saved, tmp_path / "two")
     _run("convert", saved, tmp_path / "w", "--to", "safetensors")
-    _run("diff", saved, tmp_path / "w", code=1)
+    shown = _run("diff", saved, tmp_path / "w", code=1)
+    steps = len(dynadapt.open(saved).scalars)
+    assert f"step of {steps} parameters, " in shown  # a line, not one for each
     assert "same" in _run("diff", saved, tmp_path / "w", "--ignore-missing")
     _run("convert", saved, tmp_path / "low", "--to", "safetensors", "--dtype", "bfloat16")
     told: dict[str, Any] = json.loads(
