@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import zlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from tests.live import jobs
-from tests.live.kinds import KINDS, RECIPES, Recipe, hidden
-
-if TYPE_CHECKING:
-    from tests.live.kinds import Job
+from tests.live.kinds import RECIPES, Recipe
 
 MOMENTUM = ("momentum_buffer",)
 
@@ -92,12 +86,3 @@ def matrices(model: torch.nn.Module) -> list[torch.nn.Parameter]:
         if parameter.ndim != 2:
             parameter.requires_grad_(requires_grad=False)
     return [p for p in model.parameters() if p.requires_grad]
-
-
-def build_with(kind: str, recipe: Recipe, seed: int | None = None) -> Job:
-    """A fresh job of a kind with a recipe of one's own."""
-    entry = KINDS[kind]
-    seed = zlib.crc32(kind.encode()) % 1000 if seed is None else seed
-    job = entry.make(jobs.net(seed, hidden=hidden(dist.get_world_size())), recipe)
-    job.kind = entry
-    return job

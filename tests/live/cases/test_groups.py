@@ -9,8 +9,7 @@ import torch
 
 import dynadapt
 from tests.live import jobs
-from tests.live.cases._recipes import build_with
-from tests.live.kinds import Recipe
+from tests.live.kinds import Recipe, build
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,11 +83,11 @@ CHAIN = (
 
 def _through(rank: int, world: int) -> list[dict[str, Any]]:
     kind, facts = CHAIN[0]
-    job, answers = build_with(kind, recipe(**facts)), []
+    job, answers = build(kind, recipe(**facts)), []
     for number, (kind, facts) in enumerate(CHAIN[1:]):
         job.step(2 * number)
         before = job.tensors()
-        next_job = build_with(kind, recipe(**facts))
+        next_job = build(kind, recipe(**facts))
         dynadapt.migrate(job.state, next_job.state, timeout=30)
         after = next_job.tensors()
         hyper = [hyper_of(each.state) for each in (job, next_job)]
@@ -165,18 +164,18 @@ def _frozen(rank: int, world: int) -> dict[str, Any]:
     every, some = recipe(), recipe(members=_half)
     for kind in ("plain", "fsdp2", "zero2-fp32", "zero3-fp32"):
         # frozen in the source, trained in the target
-        source = build_with("plain", some)
+        source = build("plain", some)
         _freeze(source.model)
         source.step(0)
-        target = build_with(kind, every)
+        target = build(kind, every)
         report = dynadapt.migrate(source.state, target.state, timeout=30)
         notes = {o.path: o.note for o in report.outcomes if "frozen in the source" in o.note}
         target.step(1)
         answers[f"thaw {kind}"] = (sorted(notes), _moments_of(target))
         # trained in the source, frozen in the target
-        source = build_with(kind, every)
+        source = build(kind, every)
         source.step(0)
-        target = build_with("plain", some)
+        target = build("plain", some)
         _freeze(target.model)
         try:
             dynadapt.migrate(source.state, target.state, timeout=30)
@@ -222,10 +221,10 @@ def _part(rank: int, world: int) -> dict[str, Any]:
     """Optimizers over half of the parameters; the others could be trained, and are not."""
     found: dict[str, Any] = {}
     some = recipe(members=_half)
-    source = build_with("plain", some)
+    source = build("plain", some)
     for kind in (*MEMBERSHIP, "plain"):
         source.step(0)
-        target = build_with(kind, some)
+        target = build(kind, some)
         report = dynadapt.migrate(source.state, target.state, timeout=30)
         described = dynadapt.describe(target.state)
         found[f"{len(found)} {kind}"] = {
@@ -258,13 +257,13 @@ def _permuted(rank: int, world: int, kind: str) -> dict[str, Any]:
         return [{"params": params[:: -1 if rank else 1]}]
 
     one = Recipe(torch.optim.AdamW, {"lr": 1e-2}, turned)
-    source, target = build_with("plain", one), build_with(kind, one)
+    source, target = build("plain", one), build(kind, one)
     source.step(0)
     for param, entry in list(source.state.optimizer.state.items())[::-1]:
         del source.state.optimizer.state[param]
         source.state.optimizer.state[param] = dict(list(entry.items())[:: -1 if rank else 1])
     before = source.tensors()
-    back = build_with("plain", one)
+    back = build("plain", one)
     reports = [
         dynadapt.migrate(a.state, b.state, timeout=30)
         for a, b in ((source, target), (target, back))
@@ -287,7 +286,7 @@ def test_ranks_that_order_parameters_otherwise(ranks2: Pool, kind: str) -> None:
 
 def _other_members(rank: int, world: int) -> tuple[str, str]:
     """Rank 1 has put one tensor into the other group."""
-    source, target = build_with("plain", recipe()), build_with("fsdp2", recipe())
+    source, target = build("plain", recipe()), build("fsdp2", recipe())
     if rank:
         groups = source.state.optimizer.param_groups
         groups[0]["params"], groups[1]["params"] = groups[1]["params"], groups[0]["params"]

@@ -8,8 +8,8 @@ import torch
 
 import dynadapt
 from tests.live import jobs
-from tests.live.cases._recipes import build_with
 from tests.live.cases.test_groups import OWN, recipe
+from tests.live.kinds import build
 
 if TYPE_CHECKING:
     from tests._ranks import Pool
@@ -63,9 +63,9 @@ def test_hpz_keeps_second_pieces_that_are_not_state(ranks2: Pool) -> None:
 def _linked_by_a_first_step(rank: int, world: int) -> dict[str, Any]:
     from deepspeed.utils import safe_get_full_optimizer_state
 
-    native = build_with("zero2-fp32", recipe())
+    native = build("zero2-fp32", recipe())
     native.step(0)
-    moved = build_with("zero2-fp32", recipe())
+    moved = build("zero2-fp32", recipe())
     dynadapt.migrate(native.state, moved.state, timeout=30)
     answers = {}
     for name, job in (("native", native), ("moved", moved)):

@@ -9,7 +9,8 @@ import torch
 
 import dynadapt
 from tests.live import jobs
-from tests.live.cases._recipes import EVERY, SOME, WHOLE, build_with
+from tests.live.cases._recipes import EVERY, SOME, WHOLE
+from tests.live.kinds import build
 
 if TYPE_CHECKING:
     from tests._ranks import Pool
@@ -23,11 +24,11 @@ LONG = (
 
 def _walk(rank: int, world: int, name: str, chain: tuple[str, ...]) -> list[dict[str, Any]]:
     recipe = {**EVERY, **WHOLE}[name]
-    job, answers = build_with(chain[0], recipe), []
+    job, answers = build(chain[0], recipe), []
     for number, kind in enumerate(chain[1:]):
         job.step(2 * number)
         before = job.tensors()
-        next_job = build_with(kind, recipe)
+        next_job = build(kind, recipe)
         report = dynadapt.migrate(job.state, next_job.state, timeout=30)
         moved = next_job.tensors()
         said = [dynadapt.describe(each.state).scalars for each in (job, next_job)]
@@ -62,8 +63,10 @@ def _check(answers: list[dict[str, Any]], name: str) -> None:
         assert answer["differing"] == [], answer
         assert answer["waste"] == 0, answer
         assert answer["steps"] <= {answer["made"]}, answer
-        # One more step of both: gradients are added up in another order, and Muon then rounds to bf16.
-        assert answer["gap"] < (2e-3 if name == "muon" else 2e-6), answer
+        # One more step of both: gradients are added up in another order, and Muon then rounds to bf16;
+        # RMSprop divides by what is left of one average when another is taken from it.
+        most = {"muon": 2e-3, "rmsprop centered": 2e-5}.get(name, 2e-6)
+        assert answer["gap"] < most, answer
 
 
 @pytest.mark.parametrize(
@@ -82,6 +85,8 @@ def test_every_optimizer_through_more_layouts(ranks4: Pool, name: str) -> None:
     chain = LONG
     if name == "adagrad":  # B48: DeepSpeed cannot build it with masters of its own
         chain = tuple(kind for kind in LONG if not kind.startswith("zero0"))
+    if name in {"adamw foreach", "adamw fused"}:  # torch steps no lists of DTensors and others
+        chain = tuple(kind for kind in LONG if kind != "tp")
     for answers in ranks4.run(_walk, name, chain, timeout=300):
         _check(answers, name)
 
@@ -102,12 +107,12 @@ def test_optimizers_of_whole_tensors(ranks4: Pool, name: str) -> None:
 def _refusals(rank: int, world: int) -> dict[str, Any]:
     answers: dict[str, Any] = {}
     for name in WALKS:
-        source = build_with("plain", WHOLE[name])
+        source = build("plain", WHOLE[name])
         source.step(0)
         for kind in ("zero2-fp32", "zero3-fp32", "fsdp1-FULL_SHARD", "fsdp2"):
             if (name, kind) != ("muon", "fsdp1-FULL_SHARD"):  # it shows no matrices to take
                 answers[f"{name} {kind}"] = _attempt(source, kind, name)
-    job = build_with("fsdp2", WHOLE["adafactor"])
+    job = build("fsdp2", WHOLE["adafactor"])
     try:
         job.step(0)
         answers["torch"] = "it steps"
@@ -118,7 +123,7 @@ def _refusals(rank: int, world: int) -> dict[str, Any]:
 
 def _attempt(source: Any, kind: str, name: str) -> str:
     try:
-        target = build_with(kind, WHOLE[name])
+        target = build(kind, WHOLE[name])
     except Exception as error:
         return f"the framework: {error}"
     try:
