@@ -144,12 +144,10 @@ class _Line:
     @classmethod
     def of(cls, weights: NDArray[np.uint64], bits: int) -> _Line:
         """A line of odd weights, in signed limbs of so many bits."""
-        size, count = weights.size, 64 // bits
-        limbs = np.empty((size, count))
-        for at in range(count):
-            limb = weights.astype(f"i{bits // 8}")  # the lowest bits
-            limbs[:, at] = limb
-            weights = (weights - limb.astype(np.uint64)) >> np.uint64(bits)
+        size, count, half = weights.size, 64 // bits, 1 << (bits - 1)
+        raised = weights + np.uint64(sum(half << bits * at for at in range(count)))
+        limbs = raised.astype("<u8").view(f"<u{bits // 8}").reshape(size, count).astype("f8")
+        limbs -= half
         each = min(size, _TERMS)
         cut = size // each * each
         return cls(limbs[:cut].reshape(-1, each, count), limbs[cut:], size)

@@ -23,6 +23,11 @@ __all__ = ["MASK", "NONE", "Coords", "coords_of", "key_seed", "outer", "weights_
 _LOW, _MIDDLE = 10, 12
 """Bits of the digits of a coordinate: of the lowest, and of the next."""
 
+_FEW = 64
+"""Values of the middle digit that are made with those of the lowest."""
+
+_GOLDEN = 0x9E3779B97F4A7C15
+
 _DIRECT = 1 << _LOW
 """Coordinates of one dim that are not taken by their digits, at most; and weights that are made together, as
 a tensor comes in pieces that follow one another.
@@ -35,13 +40,16 @@ MASK = (1 << 64) - 1
 """Weights and sums are kept to 64 bits."""
 
 
-def _splitmix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    x = x + np.uint64(0x9E3779B97F4A7C15)
+def _odd(salted: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
+    """Odd weights, to be read only: splitmix64 of what stands for digit values (`_salted`) and a key."""
+    x: NDArray[np.uint64] = salted + np.uint64(seed)
     x ^= x >> np.uint64(30)
     x *= np.uint64(0xBF58476D1CE4E5B9)
     x ^= x >> np.uint64(27)
     x *= np.uint64(0x94D049BB133111EB)
     x ^= x >> np.uint64(31)
+    x |= np.uint64(1)
+    x.flags.writeable = False
     return x
 
 
@@ -56,17 +64,36 @@ def key_seed(name: str, slot: str) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
-@lru_cache(maxsize=64)
-def _table(seed: int, dim: int, digit: int, start: int, stop: int) -> NDArray[np.uint64]:
-    """Odd weights of the digit values `[start, stop)`; to be read only."""
-    salt = (seed + (dim * 4 + digit + 1) * 0xD1342543DE82EF95) & MASK
+def _salted(dim: int, digit: int, start: int, stop: int) -> NDArray[np.uint64]:
+    """What stands for the digit values `[start, stop)` in the weights of every key."""
+    salt = ((dim * 4 + digit + 1) * 0xD1342543DE82EF95 + _GOLDEN) & MASK
     values = np.arange(start, stop, dtype=np.uint64)
-    values *= np.uint64(0x9E3779B97F4A7C15)
+    values *= np.uint64(_GOLDEN)
     values += np.uint64(salt)
-    values = _splitmix(values)
-    values |= np.uint64(1)
-    values.flags.writeable = False
     return values
+
+
+def _table(seed: int, dim: int, digit: int, start: int, stop: int) -> NDArray[np.uint64]:
+    """Odd weights of the digit values `[start, stop)`."""
+    return _odd(_salted(dim, digit, start, stop), seed)
+
+
+@lru_cache(maxsize=8)
+def _first_salted(dim: int) -> NDArray[np.uint64]:
+    """The lowest digit's values, the first of the middle one, and the first of the rest."""
+    ends = (1 << _LOW, _FEW, 1)
+    return np.concatenate([_salted(dim, digit, 0, end) for digit, end in enumerate(ends)])
+
+
+@lru_cache(maxsize=16)
+def _first(seed: int, dim: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Odd weights of the lowest digit's values, and of the first values of all digits above it.
+
+    Made together, as most dims have no more: to make a few takes as long as to make many.
+    """
+    found = _odd(_first_salted(dim), seed)
+    low, middle, top = found[: 1 << _LOW], found[1 << _LOW : -1], found[-1:]
+    return low, middle * top
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +133,7 @@ def weights_of(seed: int, coords: Coords) -> NDArray[np.uint64]:
     if coords.part == "none":
         return np.ones(1, np.uint64)
     if coords.part == "low":
-        return _table(seed, coords.dim, 0, coords.lo, coords.hi)
+        return _first(seed, coords.dim)[0][coords.lo : coords.hi]
     start, stop = coords.lo & -_DIRECT, -(-coords.hi & -_DIRECT)
     make = _high if coords.part == "high" else _all
     kept = make if stop - start <= _KEPT else make.__wrapped__
@@ -116,13 +143,15 @@ def weights_of(seed: int, coords: Coords) -> NDArray[np.uint64]:
 @lru_cache(maxsize=32)
 def _all(seed: int, dim: int, lo: int, hi: int) -> NDArray[np.uint64]:
     """Odd weights of the coordinates `[lo, hi)` of one dim, which begin and end with a lowest digit."""
-    low = _table(seed, dim, 0, 0, 1 << _LOW)
+    low, _ = _first(seed, dim)
     return outer(_high(seed, dim, lo >> _LOW, hi >> _LOW), low)
 
 
 @lru_cache(maxsize=32)
 def _high(seed: int, dim: int, lo: int, hi: int) -> NDArray[np.uint64]:
     """Odd weights of the values `[lo, hi)` of all digits of a coordinate above the lowest."""
+    if hi <= _FEW:
+        return _first(seed, dim)[1][lo:hi]
     top_lo, top_hi = lo >> _MIDDLE, ((hi - 1) >> _MIDDLE) + 1
     top, base = _table(seed, dim, 2, top_lo, top_hi), top_lo << _MIDDLE
     if top_hi - top_lo == 1:
