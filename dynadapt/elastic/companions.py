@@ -16,7 +16,7 @@ from dynadapt.elastic.place import MANIFEST
 from dynadapt.protocols import Outcome, TrainState, modules_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from dynadapt.vps.keys import KeySpec
@@ -41,6 +41,9 @@ _LOADED = (
     *("pytorch_model.bin", "pytorch_model-*.bin"),
 )
 """The files of weights that transformers finds in a folder."""
+
+_SAY = ("dtype", "torch_dtype")
+"""Under which names a config says the dtype of the weights."""
 
 _FLOATS = {"bfloat16", "float16", "float32", "float64"}
 
@@ -138,32 +141,54 @@ def _small(source: Path) -> Iterator[Path]:
 
 def _say_dtype(folder: Path, asked: str | None, keys: Iterable[KeySpec]) -> list[Outcome]:
     """Write the weights' dtype into the config, if it says one; told if nobody asked for another."""
-    config = folder / "config.json"
+    config, keys = folder / "config.json", tuple(keys)
     try:
         told = json.loads(config.read_text())
     except (OSError, ValueError):
         return []
-    names = [n for n in ("dtype", "torch_dtype") if isinstance(told, dict) and n in told]
-    dtype = asked or _of_weights(folder, keys)
-    if not names or dtype is None or (not asked and "quantization_config" in told):
+    dtype = asked or (_most(keys) if _is_loaded(folder) else None)
+    if not isinstance(told, dict) or dtype is None or (not asked and "quantization_config" in told):
         return []
-    before = told[names[0]]
-    if all(told[name] == dtype for name in names):
+    before = next((str(told[name]) for name in _SAY if name in told), "another")
+    if not _says(told, dtype, keys):
         return []
-    told |= dict.fromkeys(names, dtype)
     config.write_text(json.dumps(told, indent=2, ensure_ascii=False) + "\n")
     note = f"says {dtype}, as the weights are written, and said {before}"
     return [] if asked else [Outcome(config.name, "derived", note)]
+
+
+def _says(told: dict[str, Any], dtype: str, keys: Sequence[KeySpec]) -> bool:
+    """Change what a config says of a dtype, and the configs of parts in it; whether that was anything.
+
+    Of a part (`vision_config`) it is that of most weights below a module that is called so (`vision_tower`);
+    where none is (`text_config` is of the `language_model`), of all that no other part has.
+    """
+    names = [n for n in _SAY if n in told and told[n] != dtype]
+    told |= dict.fromkeys(names, dtype)
+    changed = bool(names)
+    parts = {
+        name.removesuffix("_config"): own
+        for name, own in told.items()
+        if name.endswith("_config") and name != "quantization_config" and isinstance(own, dict)
+    }
+    inner = {part: [s for s in keys if _below(s, part)] for part in parts}
+    rest = [s for s in keys if not any(_below(s, part) for part in parts)]
+    for part, own in parts.items():
+        its = inner[part] or rest
+        changed |= _says(own, _most(its) or dtype, its)
+    return changed
+
+
+def _below(spec: KeySpec, part: str) -> bool:
+    return any(name.startswith(part) for name in spec.key.name.split("."))
 
 
 def _is_loaded(folder: Path) -> bool:
     return any(fnmatchcase(name, glob) for name in os.listdir(folder) for glob in _LOADED)
 
 
-def _of_weights(folder: Path, keys: Iterable[KeySpec]) -> str | None:
-    """The floating dtype of most elements, where the folder is one that transformers loads."""
-    if not _is_loaded(folder):
-        return None
+def _most(keys: Iterable[KeySpec]) -> str | None:
+    """The floating dtype of most elements of the weights."""
     sizes: Counter[str] = Counter()
     for spec in keys:
         if spec.kind == "parameter" and spec.key.slot == "param":

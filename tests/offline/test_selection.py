@@ -148,6 +148,29 @@ def test_a_config_says_the_dtype_that_is_written(tmp_path: Path, to: str) -> Non
     assert not [o for o in report.outcomes if o.path == "config.json"]
 
 
+@pytest.mark.parametrize("keep", [(), ("*vision*",)])
+def test_configs_of_parts_say_the_dtype_of_their_weights(
+    tmp_path: Path, keep: tuple[str, ...]
+) -> None:
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
+    from transformers import LlavaForConditionalGeneration as Llava
+
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "dtype": "float32"}
+    text = LlamaConfig(**small, num_attention_heads=2, num_key_value_heads=2, vocab_size=32)
+    vision = CLIPVisionConfig(**small, num_attention_heads=2, image_size=4, patch_size=2)
+    model = Llava(LlavaConfig(vision_config=vision, text_config=text, image_token_index=3))
+    hf, low = tmp_path / "hf", tmp_path / "low"
+    model.save_pretrained(hf)
+    parts = ("vision_config", "text_config")
+    assert [_config(hf)[part]["dtype"] for part in parts] == ["float32", "float32"]
+    dynadapt.convert(hf, low, "safetensors", dtype="bfloat16", keep_dtype=keep)
+    assert _config(low)["dtype"] == _config(low)["text_config"]["dtype"] == "bfloat16"
+    assert _config(low)["vision_config"]["dtype"] == ("float32" if keep else "bfloat16")
+    for spec in dynadapt.open(low).keys:
+        kept = keep and "vision" in spec.key.name
+        assert spec.dtype == ("float32" if kept else "bfloat16"), spec.key
+
+
 def test_a_folder_of_an_adapter_is_one_again(tmp_path: Path) -> None:
     """PEFT's, as Trainer saves it; what is not read of it is told."""
     source, low = tmp_path / "adapter", tmp_path / "low"
