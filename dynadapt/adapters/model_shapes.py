@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -113,28 +114,53 @@ def of_module(module: nn.Module, *, dtype: str | None = None) -> ModelShape:
 def said_of(model: str | os.PathLike[str] | nn.Module) -> FileSource:
     """What a model says of its checkpoints, without its weights: order, ties, shapes, buffers; no path.
 
-    `model` is a module, a Hugging Face folder or `config.json`, or a JSON listing. Raises as `read_model`.
+    `model` is a module, a Hugging Face folder or `config.json`, or a JSON listing. Experts that such a model
+    stacks have the names of the stacks, as a job has them, and those of each, as files of weights do; a
+    checkpoint has one or the other. Raises as `read_model`.
 
     >>> from torch import nn
     >>> said_of(nn.Linear(3, 2)).order
     ('weight', 'bias')
     """
     buffers: tuple[str, ...] = ()
+    listed = None
     if isinstance(model, str | os.PathLike):
-        shape = read_model(os.fspath(model), experts="listed").model
+        shape = read_model(os.fspath(model)).model
+        with suppress(Refused):  # experts that cannot be told apart are nowhere called so
+            listed = read_model(os.fspath(model), experts="listed").model
     else:
         shape = of_module(model)
         buffers = tuple(canonical_name(name) for name, _ in model.named_buffers())
-    named = sorted(
-        (int(f.orders[i]), f.name(i), f.shape) for f in shape.families for i in range(len(f))
-    )
+    shapes = _named(shape) if listed is None else _merged(_named(shape), _named(listed))
     return FileSource(
         "",
-        tuple(name for _, name, _ in named),
+        tuple(shapes),
         tied=tuple((f.name(0), *f.aliases) for f in shape.families if f.aliases),
-        shapes=tuple((name, shape) for _, name, shape in named),
+        shapes=tuple(shapes.items()),
         buffers=buffers,
     )
+
+
+def _named(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Shapes by name, in the model's order."""
+    every = ((int(f.orders[i]), f.name(i), f.shape) for f in shape.families for i in range(len(f)))
+    return {name: shape for _, name, shape in sorted(every)}
+
+
+def _merged(
+    a: dict[str, tuple[int, ...]], b: dict[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """All of two that have their common names in one order; what only one has stays in its place."""
+    found, left = {}, iter(b.items())
+    for name, shape in a.items():
+        if name in b:
+            for other, its in left:
+                found[other] = its
+                if other == name:
+                    break
+        else:
+            found[name] = shape
+    return found | dict(left)
 
 
 def from_listing(path: Path | str, *, dtype: str | None = None) -> ModelShape:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import dynadapt
 from dynadapt import cli, offline
 from dynadapt.elastic.arrangement import like
 from dynadapt.elastic.order_files import order_in_file
@@ -244,3 +245,31 @@ def test_a_group_lists_any_name_of_a_tied_parameter(tmp_path: Path, through: str
     with pytest.raises(Refused) as refused:
         offline.convert(a, tmp_path / "c", "zero1:dp=2", groups=lacking)
     assert [(f.where, f.cause) for f in refused.value.findings] == [(name, "is in no group")]
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_a_model_names_its_experts_as_jobs_and_as_files_do(tmp_path: Path, kind: str) -> None:
+    """A job of transformers 5 has stacks of experts; the folder that it saves has each by itself."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 32, "intermediate_size": 24}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    experts = {"num_local_experts": 3, "num_experts": 3, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model(kind, **sizes, **heads, **experts, moe_intermediate_size=8)
+    model = AutoModelForCausalLM.from_config(config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(input_ids=torch.arange(8)[None]).logits.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.save_pretrained(tmp_path / "hf")
+    job = tmp_path / "job.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, job)
+    report = offline.convert(job, tmp_path / "a", "zero3:dp=2", model=tmp_path / "hf")
+    assert report.fingerprint == dynadapt.fingerprint(dynadapt.TrainState(model, optimizer))
+    files = [spec.key.name for spec in offline.open(tmp_path / "hf").keys]
+    assert any(".experts.2." in name for name in files)
+    if kind == "mixtral":  # whose files have names of their own, which no model tells
+        with pytest.raises(Refused, match=r"block_sparse_moe\.experts\.0\.w1\.weight"):
+            offline.convert(tmp_path / "hf", tmp_path / "b", "zero3:dp=2", model=tmp_path / "hf")
+    else:
+        offline.convert(tmp_path / "hf", tmp_path / "b", "zero3:dp=2", model=tmp_path / "hf")
