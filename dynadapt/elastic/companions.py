@@ -163,7 +163,7 @@ def _says(told: dict[str, Any], dtype: str, keys: Sequence[KeySpec]) -> bool:
     Of a part (`vision_config`) it is that of most weights below a module that is called so (`vision_tower`);
     where none is (`text_config` is of the `language_model`), of all that no other part has.
     """
-    names = [n for n in _SAY if n in told and told[n] != dtype]
+    names = [n for n in _SAY if n in told and told[n] != dtype and not isinstance(told[n], dict)]
     told |= dict.fromkeys(names, dtype)
     changed = bool(names)
     parts = {

@@ -102,7 +102,8 @@ def test_what_lies_beside_the_weights(tmp_path: Path) -> None:
     source = tmp_path / "hf"
     (source / "additional_chat_templates").mkdir(parents=True)
     save_file({"w": np.ones(3, "f4")}, source / "model.safetensors")
-    (source / "config.json").write_text(json.dumps({"dtype": "float32", "name": "größe"}))
+    odd = {"name": "größe", "a_config": None, "b_config": {"dtype": {"c": "float32"}}}
+    (source / "config.json").write_text(json.dumps({"dtype": "float32", **odd}))
     along = ("tokenizer.json", "x.tiktoken", "modeling_x.py", "LICENSE")
     more = ("additional_chat_templates/tool.jinja", "optimizer.pt", "zero_to_fp32.py")
     for name in (*along, *more):
@@ -111,7 +112,7 @@ def test_what_lies_beside_the_weights(tmp_path: Path) -> None:
     assert all((tmp_path / "low" / name).exists() for name in (*along, more[0]))
     assert not any((tmp_path / "low" / name).exists() for name in more[1:])
     config = json.loads((tmp_path / "low" / "config.json").read_text())
-    assert config == {"dtype": "bfloat16", "name": "größe"}
+    assert config == {"dtype": "bfloat16", **odd}
     assert dynadapt.open(tmp_path / "low").keys[0].dtype == "bfloat16"
     assert [(o.path, o.kind) for o in report.outcomes] == [("optimizer.pt", "dropped")]
 
