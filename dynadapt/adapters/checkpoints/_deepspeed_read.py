@@ -385,11 +385,11 @@ class Flats(Reading):
                 continue
             at = piece.rank, piece.flat
             if at not in known:
-                known[at] = _of_flat(own[piece.flat], bases[piece.rank].get(piece.flat), file)
-            tensors, numbers = known[at]
+                known[at] = _of_flat(bases[piece.rank].get(piece.flat), file)
+            states, numbers = known[at]
             if numbers:
                 self.scalars.setdefault(piece.name, {}).update(numbers)
-            for slot, tensor in tensors.items():
+            for slot, tensor in {"param": own[piece.flat], **states}.items():
                 key = Key(piece.name, slot)
                 self._spec(key, shapes[piece.name], tensor.dtype, 0)
                 place = (piece.start, piece.stop, piece.at)
@@ -398,21 +398,19 @@ class Flats(Reading):
     def _nothing(self, name: str, shape: tuple[int, ...], dtype: str, state: Any) -> None:
         """A parameter of no elements: it has the states of its flat, and no place in it."""
         self._spec(Key(name, "param"), shape, dtype, 0)
-        for slot, value in state.items() if isinstance(state, dict) else ():
-            if isinstance(value, StoredTensor) and len(value.shape) == 1:
-                self._spec(Key(name, str(slot)), shape, value.dtype, 0)
-            elif (found := number(value, self.folder.optim[0])) is not None:
-                self.scalars.setdefault(name, {})[str(slot)] = found
+        states, numbers = _of_flat(state, self.folder.optim[0])
+        for slot, tensor in states.items():
+            self._spec(Key(name, slot), shape, tensor.dtype, 0)
+        if numbers:
+            self.scalars.setdefault(name, {}).update(numbers)
 
 
-def _of_flat(
-    master: StoredTensor, state: Any, file: TorchFile
-) -> tuple[dict[str, StoredTensor], dict[str, int | float]]:
-    """The tensors of one flat by slot, and the numbers that hold for all of it."""
-    tensors, numbers = {"param": master}, {}
+def _of_flat(state: Any, file: TorchFile) -> tuple[dict[str, StoredTensor], dict[str, int | float]]:
+    """The states of one flat by slot, and the numbers that hold for all of it."""
+    states, numbers = {}, {}
     for slot, value in state.items() if isinstance(state, dict) else ():
         if isinstance(value, StoredTensor) and len(value.shape) == 1:  # padding may be off
-            tensors[str(slot)] = value
+            states[str(slot)] = value
         elif (found := number(value, file)) is not None:
             numbers[str(slot)] = found
-    return tensors, numbers
+    return states, numbers
