@@ -90,12 +90,19 @@ def read_model(
 
     Raises as `from_config` and `from_listing`.
     """
+    model = _read(config, dtype)
+    if isinstance(model, ModelShape):
+        return ModelAndRules(model, TpRules({}))
+    return ModelAndRules(_shape(model, experts), _rules(model, experts))
+
+
+def _read(config: Path | str | Any, dtype: str | None) -> ModelShape | nn.Module:
+    """The shapes of a listing, or the model of a config without its weights."""
     if isinstance(config, (str, Path)) and Path(config).is_file():
         found = _read_json(Path(config))
         if isinstance(found, list) or (isinstance(found, dict) and "tensors" in found):
-            return ModelAndRules(_listed(found, str(config), dtype), TpRules({}))
-    model = meta_model(config, dtype)
-    return ModelAndRules(_shape(model, experts), _rules(model, experts))
+            return _listed(found, str(config), dtype)
+    return meta_model(config, dtype)
 
 
 def of_module(module: nn.Module, *, dtype: str | None = None) -> ModelShape:
@@ -125,9 +132,13 @@ def said_of(model: str | os.PathLike[str] | nn.Module) -> FileSource:
     buffers: tuple[str, ...] = ()
     listed = None
     if isinstance(model, str | os.PathLike):
-        shape = read_model(os.fspath(model)).model
-        with suppress(Refused):  # experts that cannot be told apart are nowhere called so
-            listed = read_model(os.fspath(model), experts="listed").model
+        found = _read(os.fspath(model), None)
+        if isinstance(found, ModelShape):
+            shape = found
+        else:
+            shape = _shape(found, "stacked")
+            with suppress(Refused):  # experts that cannot be told apart are nowhere called so
+                listed = _shape(found, "listed")
     else:
         shape = of_module(model)
         buffers = tuple(canonical_name(name) for name, _ in model.named_buffers())
